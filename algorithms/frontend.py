@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from algorithms.engine.request import Request
 from algorithms.registry import available, configured
 from algorithms.step.sampling_params import SamplingParams
+from specdec_kernels.checks import expect_choice
 
 if TYPE_CHECKING:
     import torch
@@ -24,15 +25,17 @@ if TYPE_CHECKING:
 SEED_STRIDE = 1_000_003
 """Distance between the request seeds of two run seeds."""
 Prompt = str | Sequence[int]
-_NOT_OF_AN_ENGINE = ("device", "dtype", "tensor_parallel", "kv_scales", "adaptive_cost")
+_NOT_OF_AN_ENGINE = ("device", "dtype", "weight_dtype", "tensor_parallel", "kv_scales", "adaptive_cost")
 """Fields of `RuntimeSettings` that the target decides, or that the command line reads from files."""
 
 
-def load_target(path: str | Path, device: str = "auto", dtype: str | torch.dtype = "auto") -> Target:
+def load_target(
+    path: str | Path, device: str = "auto", dtype: str | torch.dtype = "auto", weight_dtype: str = "auto"
+) -> Target:
     """Load a language model for inference, from a Hugging Face folder or a hub name `organisation/name`.
 
-    `device` auto takes a GPU if there is one. `dtype` auto is bfloat16 on a GPU and float32 on the CPU. Raises
-    ValueError: the folder cannot be used, or `device` is a GPU and there is none.
+    `device` auto takes a GPU if there is one. `dtype` auto is bfloat16 on a GPU and float32 on the CPU. `weight_dtype`
+    as `runtime.weight_dtype`. Raises ValueError: the folder cannot be used, or `device` is a GPU and there is none.
     """
     import torch
 
@@ -47,7 +50,8 @@ def load_target(path: str | Path, device: str = "auto", dtype: str | torch.dtype
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"dtype: expected auto, float32, bfloat16 or float16, got {dtype!r}")
-    return load(path, device, found)
+    expect_choice("weight_dtype", weight_dtype, ("auto", "fp8"))
+    return load(path, device, found, weight_dtype)
 
 
 def load_algorithm(name: str | Any, target: Target, draft: str | Path | None = None, **settings: Any) -> Algorithm:

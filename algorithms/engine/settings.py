@@ -21,6 +21,9 @@ class RuntimeSettings:
     dtype: str = "auto"
     """Dtype of weights and activations: float32, float16 or bfloat16; auto is bfloat16 on a GPU and float32
     elsewhere."""
+    weight_dtype: str = "auto"
+    """Dtype of the weights of the target's projections: auto, which is as they are stored, or fp8, which quantises
+    them as they are loaded, in blocks of 128 x 128."""
     impl: str = "auto"
     """triton or reference. Triton kernels are compiled on a GPU and run in Triton's interpreter elsewhere."""
     forward: str = "auto"
@@ -66,6 +69,7 @@ class RuntimeSettings:
         """Raises ValueError that names the key."""
         expect_choice("runtime.device", self.device, ("auto", "cpu", "cuda"))
         expect_choice("runtime.dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
+        expect_choice("runtime.weight_dtype", self.weight_dtype, ("auto", "fp8"))
         expect_choice("runtime.impl", self.impl, ("auto", "triton", "reference"))
         expect_choice("runtime.forward", self.forward, ("auto", "fused", "torch"))
         expect_choice("runtime.graph", self.graph, ("auto", *GRAPH_LEVELS))
@@ -84,6 +88,11 @@ class RuntimeSettings:
         for key, value in dict(forward=self.forward, impl=self.impl).items():
             if self.deterministic and value in ("torch", "reference"):
                 raise ValueError(f"runtime.deterministic=true needs the fused kernels, got runtime.{key}={value}")
+        if self.weight_dtype == "fp8" and self.tensor_parallel > 1:
+            raise ValueError(
+                "runtime.weight_dtype=fp8: scales are not divided among processes: expected runtime.tensor_parallel=1, "
+                f"got {self.tensor_parallel}"
+            )
         if self.adaptive_cost is not None and not self.adaptive:
             raise ValueError("runtime.adaptive_cost is for runtime.adaptive=true, got runtime.adaptive=false")
         if self.adaptive and self.graph in ("draft", "verify"):

@@ -7,21 +7,13 @@ parameters become views of it: names, state dicts and torch's forward stay as th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec_kernels import Normed, linear
 from specdec_kernels.projection import warmup_rows
-
-
-class Packed(NamedTuple):
-    """Weights [rows of all, in] of several projections, and their biases."""
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 class Fusable(nn.Module):
@@ -32,6 +24,8 @@ class Fusable(nn.Module):
     batch_invariant: bool = False
     float32: tuple[str, ...] = ()
     """Names of own parameters and buffers that stay in float32, whatever the dtype of the model."""
+    unscaled: tuple[str, ...] = ()
+    """Names of own projections that stay as they are where weights are quantised."""
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
         """Rename, split or join the tensors of a checkpoint, `loading.stored.Stored` by name, that begin with `prefix`
@@ -74,23 +68,6 @@ class FusableModel(Fusable):
 def queries_only(layer: int, q: Tensor, k: Tensor, v: Tensor, weights: object) -> Tensor:
     """A mixer for warm-up, which mixes nothing."""
     return q
-
-
-@torch.no_grad()
-def packed(projections: Sequence[nn.Linear]) -> Packed:
-    """One matrix of all `projections`, whose parameters become views of it."""
-    sizes = [projection.weight.shape[0] for projection in projections]
-    weights: list[Tensor] = [projection.weight for projection in projections]
-    weight = torch.cat(weights)
-    for projection, part in zip(projections, weight.split(sizes), strict=True):
-        projection.weight = nn.Parameter(part, requires_grad=False)
-    biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
-    if not biases:
-        return Packed(weight, None)
-    bias = torch.cat(biases)
-    for projection, part in zip(projections, bias.split(sizes), strict=True):
-        projection.bias = nn.Parameter(part, requires_grad=False)
-    return Packed(weight, bias)
 
 
 def project(projection: nn.Module, x: Tensor, impl: str | None, batch_invariant: bool = False) -> Tensor:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
-from algorithms.models.fusion import Fusable, NormedProjection, Packed, packed, project
+from algorithms.models.fusion import Fusable, NormedProjection, project
+from algorithms.models.packing import Packed, packed
+from algorithms.models.scaled_linear import BLOCK, SCALE_NAMES
 
 
 class MixerWeights(NamedTuple):
@@ -190,8 +192,17 @@ class SwiGLU(MLP):
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
         """Some architectures store both projections in one tensor, the gate first."""
-        if (both := stored.pop(f"{prefix}gate_up_proj.weight", None)) is not None:
-            stored[f"{prefix}gate_proj.weight"], stored[f"{prefix}up_proj.weight"] = both.halves()
+        for name in ("weight", *SCALE_NAMES):
+            both = stored.get(f"{prefix}gate_up_proj.{name}")
+            if both is None or (name != "weight" and not self._halves_at_a_block(both)):
+                continue
+            del stored[f"{prefix}gate_up_proj.{name}"]
+            stored[f"{prefix}gate_proj.{name}"], stored[f"{prefix}up_proj.{name}"] = both.halves()
+
+    def _halves_at_a_block(self, scales: Any) -> bool:
+        """Whether no scale is of rows of both projections."""
+        rows = self.gate_proj.weight.shape[0]
+        return rows % BLOCK == 0 or scales.shape[0] == 2 * rows
 
     def inner(self, x: Tensor) -> Tensor:
         if self.impl is None:

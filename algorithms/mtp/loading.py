@@ -38,7 +38,13 @@ def load_mtp(
         head = MTPHead(config, target.config.num_layers)
     others = {name for name in stored_tensors(folder) if not name.startswith(family.prefix)}
     load_weights(
-        head, folder, device, dtype, ignored=others, rename=lambda name: name.replace(family.prefix, LAYERS, 1)
+        head,
+        folder,
+        device,
+        dtype,
+        ignored=others,
+        rename=lambda name: name.replace(family.prefix, LAYERS, 1),
+        weight_format=loading.read_weight_format(folder, loading.read_config(folder)),
     )
     for module in head.modules():
         if isinstance(module, RMSNorm) and config.norm_offset:

@@ -64,7 +64,7 @@ def join(tensor_parallel: int, device: str) -> None:
         heartbeat.start()
 
 
-def load_shared(folder: TargetFolder, hardware: Hardware, tensor_parallel: int) -> Target:
+def load_shared(folder: TargetFolder, hardware: Hardware, tensor_parallel: int, weight_dtype: str) -> Target:
     """The target, or this process's slice of it. Raises ModelError or ValueError where it cannot be loaded."""
     import torch
 
@@ -73,7 +73,7 @@ def load_shared(folder: TargetFolder, hardware: Hardware, tensor_parallel: int) 
 
     dtype = getattr(torch, hardware.dtype)
     if tensor_parallel == 1:
-        return load_target(folder, hardware.device, dtype)
+        return load_target(folder, hardware.device, dtype, weight_dtype)
     whole = load_target(folder, "cpu", dtype)
     model = shard(whole.model, rank(), tensor_parallel).to(hardware.device)
     return Target(model.config, whole.path, model, origin=whole.origin)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SHARE_TARGET = "SPECDEC_SHARE_TARGET"
 """Environment variable that is 1 in a process that runs one row of a sweep after the other."""
-_kept_targets: dict[tuple[str, str, str, int], Target] = {}
+_kept_targets: dict[tuple[str, str, str, str, int], Target] = {}
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,12 @@ class Plan:
         A worker of a sweep keeps them for its next run.
         """
         processes = self.config.runtime.tensor_parallel
-        key = (str(self.target.path), self.hardware.device, self.hardware.dtype, processes)
+        weight_dtype = self.config.runtime.weight_dtype
+        key = (str(self.target.path), self.hardware.device, self.hardware.dtype, weight_dtype, processes)
         if key in _kept_targets:
             return _kept_targets[key]
         with user_errors(ValueError, OSError):
-            target = load_shared(self.target, self.hardware, processes)
+            target = load_shared(self.target, self.hardware, processes, weight_dtype)
         if os.environ.get(SHARE_TARGET) == "1":
             _kept_targets.clear()
             _kept_targets[key] = target
@@ -106,6 +107,7 @@ def resolve(config: RunConfig) -> Plan:
     from algorithms.models.folder import resolve_folder
     from algorithms.models.loading import read_target
     from algorithms.models.loading.stored import stored_tensors
+    from algorithms.models.loading.target import check_shareable, check_weight_dtype
     from algorithms.models.tokenizer import Tokenizer
     from algorithms.registry import available
 
@@ -118,6 +120,8 @@ def resolve(config: RunConfig) -> Plan:
     hardware = resolve_hardware(config.runtime)
     with user_errors(ValueError, OSError):
         target = read_target(config.model.path)
+        check_weight_dtype(target, config.runtime.weight_dtype)
+        check_shareable(target, config.runtime.tensor_parallel)
         drafters: list[tuple[str, AttentionCalls | None]] = []
         folders = set[str]()
         for algo in methods.values():

@@ -113,7 +113,7 @@ def gpu_clocks(device: str) -> dict[str, float] | None:
 
 _SIZES = (
     "page_size", "max_batch", "prefill_chunk", "mixed_prefill", "prefill_ahead", "graph", "kv_dtype", "kv_scales",
-    "deterministic",
+    "weight_dtype", "deterministic",
 )  # fmt: skip
 """Settings of `runtime` that are part of a row."""
 

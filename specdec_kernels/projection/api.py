@@ -4,6 +4,9 @@ All functions take x [..., K], contiguous, and a weight [N, K] of its dtype, con
 in float32 and round once to the dtype of x: float16, bfloat16 or float32; float64 is always computed by torch. More
 than 64 rows go to torch's matmul, whose bits depend on the number of rows. With `batch_invariant` the kernel takes them
 too, and a row has the same bits for any number of rows. ValueError where a shape, dtype, device or layout does not fit.
+
+`linear`, `linear_silu_mul` and `linear_add_rms_norm` also take a `ScaledWeight`, whose product is that of the weight
+dequantised to float32. The kernel takes any number of rows of it, with the same bits of a row for all.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_
 from specdec_kernels.launch import dispatch
 from specdec_kernels.norm.configs import MAX_WIDTH
 from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
-from specdec_kernels.projection.types import Product
+from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | ScaledWeight,
     bias: Tensor | None = None,
     *,
     batch_invariant: bool = False,
@@ -40,7 +43,9 @@ def linear(
     return dispatch("linear", __package__, impl, x)(Product(x, weight, batch_invariant), bias, out_dtype)
 
 
-def linear_silu_mul(x: Tensor, weight: Tensor, *, batch_invariant: bool = False, impl: str = "auto") -> Tensor:
+def linear_silu_mul(
+    x: Tensor, weight: Tensor | ScaledWeight, *, batch_invariant: bool = False, impl: str = "auto"
+) -> Tensor:
     """silu(x gate^T) * (x up^T) [..., F] for a weight [2 F, K] that holds the rows of gate, then those of up.
 
     Both products and the SiLU are rounded to the dtype of x, as the separate operations do.
@@ -53,7 +58,7 @@ def linear_silu_mul(x: Tensor, weight: Tensor, *, batch_invariant: bool = False,
 
 def linear_add_rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | ScaledWeight,
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
@@ -87,6 +92,7 @@ def linear_all_reduce_add_rms_norm(
     Every rank calls this with its own columns of x, at most `exchange.rows` rows, and of the weight. The products are
     summed over ranks in float32 and rounded once; `exchange` and `slot` as in `all_reduce_add_rms_norm`.
     """
+    _expect_plain(weight)
     end = _checked_end(x, weight, residual, norm_weight, eps)
     function = dispatch("linear_all_reduce_add_rms_norm", __package__, impl, x)
     return function(Product(x, weight, batch_invariant), exchange, slot, end)
@@ -107,6 +113,7 @@ def linear_argmax(
         x before they are compared; among equal logits the lowest column wins. As in `pick_tokens` NaN counts as -inf,
         and +inf as the largest float32.
     """
+    _expect_plain(weight)
     _check(x, weight, None)
     if exchange is not None:
         if exchange.width != 2:
@@ -120,7 +127,14 @@ def linear_argmax(
     return function(Product(x, weight, batch_invariant), exchange)
 
 
-def _checked_end(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> NormInputs:
+def _expect_plain(weight: Tensor | ScaledWeight) -> None:
+    if isinstance(weight, ScaledWeight):
+        raise ValueError("weight: expected a tensor, got a ScaledWeight, which this product does not take")
+
+
+def _checked_end(
+    x: Tensor, weight: Tensor | ScaledWeight, residual: Tensor, norm_weight: Tensor, eps: float
+) -> NormInputs:
     _check(x, weight, None)
     expect_tensors(
         {"x": x},
@@ -132,12 +146,34 @@ def _checked_end(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tenso
     return NormInputs(residual, norm_weight, eps)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor | ScaledWeight, bias: Tensor | None) -> None:
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: expected a last dimension of at least 1, got shape {list(x.shape)}")
     expect_dtype("x", x, *_DTYPES)
-    expect_shape("weight", weight, (None, x.shape[-1]))
-    if weight.shape[0] == 0:
+    codes = weight.codes if isinstance(weight, ScaledWeight) else weight
+    expect_shape("weight", codes, (None, x.shape[-1]))
+    if codes.shape[0] == 0:
         raise ValueError("weight: expected at least one row, got none")
-    expect_tensors({"x": x}, weight=(weight, (None, x.shape[-1]), x.dtype), bias=(bias, (weight.shape[0],), x.dtype))
+    if isinstance(weight, ScaledWeight):
+        _check_scales(x, weight)
+    else:
+        expect_tensors({"x": x}, weight=(weight, (None, x.shape[-1]), x.dtype))
+    expect_tensors({"x": x}, bias=(bias, (codes.shape[0],), x.dtype))
     expect_contiguous(x=x)
+
+
+def _check_scales(x: Tensor, weight: ScaledWeight) -> None:
+    outer, inner = weight.shape
+    rows, columns = weight.group_rows, weight.group_inner
+    if not 0 < rows <= GROUP or rows & rows - 1:
+        raise ValueError(f"weight.group_rows: expected a power of two up to {GROUP}, got {rows}")
+    if columns != GROUP and (rows > 1 or columns != inner):
+        raise ValueError(f"weight.group_inner: expected {GROUP}, or {inner} with group_rows=1, got {columns}")
+    # The reference in float64 takes scales of its own type.
+    dtype = torch.float64 if x.dtype == weight.scales.dtype == torch.float64 else torch.float32
+    shape = (-(-outer // rows), -(-inner // columns))
+    expected = {
+        "weight.codes": (weight.codes, (outer, inner), torch.uint8),
+        "weight.scales": (weight.scales, shape, dtype),
+    }
+    expect_tensors({"x": x}, **expected)

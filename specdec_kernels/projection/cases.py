@@ -12,6 +12,8 @@ from specdec_kernels.all_reduce.cases import exchange_inputs
 from specdec_kernels.all_reduce.reference import words_of
 from specdec_kernels.all_reduce.types import SLOTS, Exchange, exchange_elements
 from specdec_kernels.cases import Comparison, Maker, case_of
+from specdec_kernels.parity import bytes_in
+from specdec_kernels.projection.types import GROUP, ScaledWeight
 
 _LARGE = ("large",)
 
@@ -29,6 +31,33 @@ def normed_inputs(make: Maker, rows: int | tuple[int, ...], outer: int, inner: i
     inputs = linear_inputs(make, rows, outer, inner, **options)
     residual = make.normal(*inputs["x"].shape[:-1], outer)
     return inputs | dict(residual=residual, norm_weight=make.normal(outer), eps=1e-6)
+
+
+def scaled_weight(make: Maker, outer: int, inner: int, group_rows: int, group_inner: int) -> ScaledWeight:
+    """All finite codes, and scales that differ by a factor of up to 16 and keep the variance of x."""
+    codes = make.integers(0, 256, outer, inner)
+    codes = torch.where(codes % 128 == 127, codes - 1, codes).to(torch.uint8)
+    scales = make.normal(-(-outer // group_rows), -(-inner // group_inner)).float().sigmoid()
+    return ScaledWeight(codes, (scales * inner**-0.5 / 64).contiguous(), group_rows, group_inner)
+
+
+def scaled_inputs(
+    make: Maker,
+    rows: int | tuple[int, ...],
+    outer: int,
+    inner: int,
+    groups: tuple[int, int] = (GROUP, GROUP),
+    bias: bool = False,
+) -> dict[str, Any]:
+    """`groups`: rows and inner elements that have one scale."""
+    leading = rows if isinstance(rows, tuple) else (rows,)
+    inputs = dict(x=make.normal(*leading, inner), weight=scaled_weight(make, outer, inner, *groups))
+    return inputs | (dict(bias=make.normal(outer)) if bias else {})
+
+
+def scaled_normed_inputs(make: Maker, rows: int, outer: int, inner: int, **options: Any) -> dict[str, Any]:
+    inputs = scaled_inputs(make, rows, outer, inner, **options)
+    return inputs | dict(residual=make.normal(rows, outer), norm_weight=make.normal(outer), eps=1e-6)
 
 
 def argmax_inputs(make: Maker, rows: int | tuple[int, ...], outer: int, inner: int) -> dict[str, Any]:
@@ -80,9 +109,10 @@ def _work_of(written: Callable[[int, int], int], bytes_apart: int = 0) -> Callab
 
     def work(inputs: dict[str, Any]) -> tuple[int, int]:
         x, weight = inputs["x"], inputs["weight"]
-        rows = x.numel() // x.shape[-1]
-        elements = x.numel() + weight.numel() + written(rows, weight.shape[0])
-        return elements * x.element_size() + bytes_apart * rows, 2 * rows * weight.numel()
+        (outer, inner), rows = weight.shape, x.numel() // x.shape[-1]
+        read = bytes_in(weight)
+        elements = x.numel() + written(rows, outer)
+        return read + elements * x.element_size() + bytes_apart * rows, 2 * rows * outer * inner
 
     return work
 
@@ -135,7 +165,11 @@ _normed = partial(case_of, "linear_add_rms_norm", normed_inputs)
 _exchanged = partial(case_of, "linear_all_reduce_add_rms_norm", exchanged_inputs)
 _argmax = partial(case_of, "linear_argmax", argmax_inputs)
 _chosen = partial(case_of, "linear_argmax", chosen_inputs)
+_scaled = partial(case_of, "linear", scaled_inputs)
+_scaled_gated = partial(case_of, "linear_silu_mul", scaled_inputs)
+_scaled_normed = partial(case_of, "linear_add_rms_norm", scaled_normed_inputs)
 _MAKERS = dict(gate_up=_gated, o=_normed, down=_normed)
+_SCALED_MAKERS = dict(gate_up=_scaled_gated, o=_scaled_normed, down=_scaled_normed)
 _SHIPPED: dict[str, Any] = dict(gate=True, tags=_LARGE, batch_invariant=True)
 
 
@@ -212,6 +246,46 @@ CASES = (
     _argmax("argmax_64_shipped", "the same at 64 rows", 64, 151936, 64, gate=True, tags=_LARGE),
     _argmax("8b_head_argmax_1", "greedy decode of one request", 1, *WEIGHTS["8b_head"], bench=True, tags=_LARGE),
     _argmax("8b_head_argmax_16", "greedy verify of one request", 16, *WEIGHTS["8b_head"], bench=True, tags=_LARGE),
+    _scaled("scaled_no_rows", "launch on an empty grid", 0, 130, 16),
+    _scaled("scaled_odd", "lanes past the rows, the columns and the inner dimension", 7, 45, 33),
+    _scaled("scaled_576_rows", "the scales of a block that is not whole, and of several splits", 3, 576, 1100),
+    _scaled("scaled_17_rows", "a second block of rows", 17, 130, 300),
+    _scaled("scaled_129_rows", "rows past those of one program", 129, 48, 600),
+    _scaled("scaled_bias", "the bias left out, or scaled", (2, 3), 300, 600, bias=True),
+    _scaled("scaled_by_row", "scales of rows, in each split", 3, 300, 1100, groups=(1, 1100)),
+    _scaled("scaled_packed", "scales of groups smaller than a tile", 3, 304, 300, groups=(16, 128)),
+    _scaled("scaled_blocks_of_rows", "scales of rows and of groups", 3, 70, 300, groups=(1, 128)),
+    _scaled_gated("scaled_gated", "the scales of gate and up", 3, 512, 300),
+    _scaled_gated("scaled_gated_odd", "halves of a tile that lie in two groups", 3, 2 * 192, 300, groups=(64, 128)),
+    _scaled_gated("scaled_gated_by_row", "the same for scales of rows", 3, 90, 33, groups=(1, 33)),
+    _scaled_normed("scaled_normed", "scaled partial sums left to the norm", 3, 300, 1100),
+    *(
+        maker(
+            f"{name}_shipped",
+            "registers and shared memory of float8 weights",
+            rows,
+            *WEIGHTS[weight],
+            gate=True,
+            tags=_LARGE,
+            **options,
+        )
+        for name, maker, weight, rows, options in (
+            *((f"scaled_{rows}", _scaled, "8b_qkv", rows, {}) for rows in (1, 32, 64, 128, 1024)),
+            ("scaled_gated_1", _scaled_gated, "8b_gate_up", 1, {}),
+            ("scaled_gated_16_by_row", _scaled_gated, "8b_gate_up", 16, dict(groups=(1, 4096))),
+            ("scaled_down_1", _scaled_normed, "8b_down", 1, {}),
+            ("scaled_by_row_1", _scaled, "8b_qkv", 1, dict(groups=(1, 4096))),
+            ("scaled_packed_1", _scaled, "8b_qkv", 1, dict(groups=(16, 128))),
+            ("scaled_135m_16", _scaled, "135m_qkv", 16, {}),
+        )
+    ),  # fmt: skip
+    *(
+        _SCALED_MAKERS.get(weight.split("_", 1)[1], _scaled)(
+            f"{weight}_float8_{rows}", "the time of a step", rows, *WEIGHTS[weight], bench=True, tags=_LARGE
+        )
+        for weight in ("8b_qkv", "8b_o", "8b_gate_up", "8b_down")
+        for rows in (1, 16, 64)
+    ),
     *(
         _MAKERS.get(weight.split("_", 1)[1], _linear)(
             f"{weight}_{rows}", "the time of a step", rows, *sizes, bench=True, tags=_LARGE

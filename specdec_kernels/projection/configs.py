@@ -37,6 +37,8 @@ _ODD_INNER = (64, 64, 4, 6)
 # chips than this one may multiply tiles of twice the columns by another instruction.
 _BOUND_BY_ARITHMETIC = {"sm90": (128, 64, 8, 4)}
 
+_SCALED_STAGES = 6
+
 
 @dataclass(frozen=True)
 class LinearConfig:
@@ -91,6 +93,20 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
     found = LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1, resident)
     shortest = inner - (cut - 1) * found.split_length(inner)
     return found if resident <= shortest else replace(found, resident=0)
+
+
+def scaled_config(chip: str, outer: int, inner: int, rows: int, element_bytes: int) -> LinearConfig:
+    """`linear_config` for a `ScaledWeight`: no step is in two groups of 128 inner elements, and the steps are the same
+    for every number of rows. Not tuned: the tiles are those of weights of twice the bytes."""
+    found = linear_config(chip, outer, inner, rows, element_bytes)
+    if chip == "interpreter":
+        return replace(found, columns=_CUT_STEP, block_k=_CUT_STEP)
+    if element_bytes == 4:
+        return found
+    block_k = _CUT_STEP if inner % _CUT_STEP == 0 else _ODD_INNER[1]
+    # A code is converted in registers; codes and rows of x wait in shared memory.
+    fitting = _SHARED_BYTES[chip] // ((found.columns + found.rows * element_bytes) * block_k)
+    return replace(found, block_k=block_k, num_stages=max(2, min(_SCALED_STAGES, fitting)), resident=0)
 
 
 def _programs_a_tile(processors: int, tiles: int) -> int:

@@ -35,9 +35,9 @@ from specdec_kernels.norm import kernel as norm
 from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import reference
-from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config
+from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
 from specdec_kernels.projection.kernel_library import has_the_bits, products_of_splits
-from specdec_kernels.projection.types import Product
+from specdec_kernels.projection.types import Product, ScaledWeight
 
 _FEWEST_TICKETS = 1 << 16
 
@@ -76,19 +76,19 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def _weight_at(of, k_first, lane):
+def weight_at(of, k_first, lane):
     return of.weight + of.weight_row.to(tl.int64)[:, None] * of.K + k_first + lane[None, :]
 
 
 @triton.jit
-def _x_at(of, k_first, lane):
+def x_at(of, k_first, lane):
     return of.x + of.row.to(tl.int64)[None, :] * of.K + k_first + lane[:, None]
 
 
 @triton.jit
 def _with_resident_weight(acc, resident, of, k_first, RESIDENT: tl.constexpr):
     """`acc` and the sum over the inner elements of `resident`, from k_first on."""
-    x = tl.load(_x_at(of, k_first, tl.arange(0, RESIDENT)), mask=(of.row < of.rows)[None, :], other=0.0)
+    x = tl.load(x_at(of, k_first, tl.arange(0, RESIDENT)), mask=(of.row < of.rows)[None, :], other=0.0)
     # Without this the compiler moves the weight to shared memory where it was requested, and waits for it there.
     resident = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [resident], resident.dtype, is_pure=False, pack=2)
     return tl.dot(resident, x, acc, input_precision="ieee")
@@ -98,21 +98,21 @@ def _with_resident_weight(acc, resident, of, k_first, RESIDENT: tl.constexpr):
 def partial_sum(of, k_first, k_end, TILE: tl.constexpr):
     """[COLUMNS, ROWS] float32: the sum over k_first to k_end."""
     lane = tl.arange(0, TILE.BLOCK_K)
-    weight_at = _weight_at(of, k_first, lane)
-    x_at = _x_at(of, k_first, lane)
+    weight_ptr = weight_at(of, k_first, lane)
+    x_ptr = x_at(of, k_first, lane)
     here = (of.row < of.rows)[None, :]
     acc = tl.zeros([TILE.COLUMNS, TILE.ROWS], tl.float32)
     for first in tl.range(k_first, k_end, TILE.BLOCK_K):
         if TILE.EVEN_K:
-            weight = tl.load(weight_at, eviction_policy="evict_first")
-            x = tl.load(x_at, mask=here, other=0.0)
+            weight = tl.load(weight_ptr, eviction_policy="evict_first")
+            x = tl.load(x_ptr, mask=here, other=0.0)
         else:
             inside = first + lane < k_end
-            weight = tl.load(weight_at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_at, mask=inside[:, None] & here, other=0.0)
+            weight = tl.load(weight_ptr, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptr, mask=inside[:, None] & here, other=0.0)
         acc = tl.dot(weight, x, acc, input_precision="ieee")
-        weight_at += TILE.BLOCK_K
-        x_at += TILE.BLOCK_K
+        weight_ptr += TILE.BLOCK_K
+        x_ptr += TILE.BLOCK_K
     return acc
 
 
@@ -165,6 +165,34 @@ def _write(out_ptr, bias_ptr, acc, of, tile, OUTER, TILE: tl.constexpr, GATED: t
     tl.store(at, narrow, mask=(column < width)[:, None] & (of.row < of.rows)[None, :])
 
 
+@triton.jit
+def finish(
+    out_ptr,
+    bias_ptr,
+    part_ptr,
+    ticket_ptr,
+    acc,
+    of,
+    tile,
+    split,
+    splits,
+    OUTER,
+    TILE: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Write `acc`, the sum of a split, or the result if this is the last split of its tile to arrive."""
+    if ticket_ptr is None:  # all splits, or one of those that the next kernel adds
+        out_ptr += split.to(tl.int64) * of.rows * OUTER
+        _write(out_ptr, bias_ptr, acc, of, tile, OUTER, TILE, GATED)
+    else:
+        place = tl.program_id(0) * tl.num_programs(1) + tile
+        tile_ptr = part_ptr + place.to(tl.int64) * splits * (TILE.COLUMNS * TILE.ROWS)
+        if _arrive(tile_ptr, ticket_ptr + place, acc, split, splits, TILE.COLUMNS, TILE.ROWS):
+            total = _sum_of_splits(tile_ptr, splits, TILE.COLUMNS, TILE.ROWS)
+            tl.store(ticket_ptr + place, 0)
+            _write(out_ptr, bias_ptr, total, of, tile, OUTER, TILE, GATED)
+
+
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _linear_kernel(
     x_ptr,  # [rows, K]
@@ -198,7 +226,7 @@ def _linear_kernel(
     if RESIDENT > 0:
         k_end -= RESIDENT
         # Loaded before the wait: weights are constants, which no kernel writes.
-        resident = tl.load(_weight_at(of, k_end, tl.arange(0, RESIDENT)), eviction_policy="evict_first")
+        resident = tl.load(weight_at(of, k_end, tl.arange(0, RESIDENT)), eviction_policy="evict_first")
         launch_dependents(PDL)
     wait_for_predecessor(PDL)
     acc = partial_sum(of, k_first, k_end, TILE)
@@ -208,16 +236,7 @@ def _linear_kernel(
         acc = with_later_splits(acc, of, splits, split_length, TILE)
     if RESIDENT == 0:
         launch_dependents(PDL)
-    if ticket_ptr is None:  # all splits, or one of those that the next kernel adds
-        out_ptr += split.to(tl.int64) * rows * OUTER
-        _write(out_ptr, bias_ptr, acc, of, tile, OUTER, TILE, GATED)
-    else:
-        place = tl.program_id(0) * tl.num_programs(1) + tile
-        tile_ptr = part_ptr + place.to(tl.int64) * splits * (COLUMNS * ROWS)
-        if _arrive(tile_ptr, ticket_ptr + place, acc, split, splits, COLUMNS, ROWS):
-            total = _sum_of_splits(tile_ptr, splits, COLUMNS, ROWS)
-            tl.store(ticket_ptr + place, 0)
-            _write(out_ptr, bias_ptr, total, of, tile, OUTER, TILE, GATED)
+    finish(out_ptr, bias_ptr, part_ptr, ticket_ptr, acc, of, tile, split, splits, OUTER, TILE, GATED)
 
 
 _tickets_of: dict[torch.device, Tensor] = {}
@@ -240,7 +259,7 @@ def _tickets(device: torch.device, tiles: int) -> Tensor:
 
 def takes(product: Product) -> bool:
     """Whether the kernel computes it, and not torch."""
-    few = product.rows <= MAX_KERNEL_ROWS
+    few = product.rows <= MAX_KERNEL_ROWS or isinstance(product.weight, ScaledWeight)
     return (few or product.batch_invariant) and product.x.dtype != torch.float64
 
 
@@ -249,7 +268,7 @@ def linear(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype 
         return reference.linear(product, bias, out_dtype)
     x, config = product.x, config_of(product)
     if bias is None and out_dtype in (None, x.dtype) and _library_takes(product, config):
-        return _added(products_of_splits(x, product.weight, config), x.dtype, config)
+        return _added(products_of_splits(x, product.plain, config), x.dtype, config)
     out = x.new_empty(product.shape, dtype=out_dtype or x.dtype)
     launch_linear(product, bias, out, False, config)
     return out
@@ -263,7 +282,7 @@ def linear_silu_mul(product: Product) -> Tensor:
         return activation.silu_mul(reference.linear(product))
     config = config_of(product)
     if _library_takes(product, config):
-        return activation.silu_mul(_added(products_of_splits(x, product.weight, config), x.dtype, config))
+        return activation.silu_mul(_added(products_of_splits(x, product.plain, config), x.dtype, config))
     out = x.new_empty(*x.shape[:-1], product.weight.shape[0] // 2)
     launch_linear(product, None, out, True, config)
     return out
@@ -276,7 +295,7 @@ def linear_add_rms_norm(product: Product, end: NormInputs) -> Normed:
     if not takes(product) or config.splits == 1:
         return norm.add_rms_norm(linear(product), end)
     if _library_takes(product, config):
-        parts = products_of_splits(product.x, product.weight, config)
+        parts = products_of_splits(product.x, product.plain, config)
     elif config.in_order:
         return norm.add_rms_norm(linear(product), end)
     else:
@@ -313,7 +332,7 @@ def _library_takes(product: Product, config: LinearConfig) -> bool:
         launch_linear(alike, None, out, False, split)
         return out
 
-    return has_the_bits(product.x, product.weight, config, by_kernel)
+    return not isinstance(product.weight, ScaledWeight) and has_the_bits(product.x, product.weight, config, by_kernel)
 
 
 def _added(product: Tensor, dtype: torch.dtype, config: LinearConfig) -> Tensor:
@@ -328,26 +347,46 @@ def _added(product: Tensor, dtype: torch.dtype, config: LinearConfig) -> Tensor:
 
 def config_of(product: Product) -> LinearConfig:
     """The table's row for this product."""
-    x = product.x
-    return linear_config(current_chip(x), *product.weight.shape, product.rows, x.element_size())
+    x, outer, inner = product.x, *product.weight.shape
+    choose = scaled_config if isinstance(product.weight, ScaledWeight) else linear_config
+    return choose(current_chip(x), outer, inner, product.rows, x.element_size())
+
+
+class Work(NamedTuple):
+    """The programs of a launch, and the memory through which those of a tile add their sums."""
+
+    grid: tuple[int, int, int]
+    part: Tensor | None
+    ticket: Tensor | None
+
+
+def work_of(product: Product, out: Tensor, is_gated: bool, config: LinearConfig) -> Work:
+    """As for `launch_linear`."""
+    x, outer = product.x, product.weight.shape[0]
+    columns, width = (config.columns // 2, outer // 2) if is_gated else (config.columns, outer)
+    row_blocks, tiles = -(-product.rows // config.rows), -(-width // columns)
+    grid = (row_blocks, tiles, 1 if config.in_order else config.splits)
+    if config.splits == 1 or out.ndim != x.ndim or config.in_order:
+        return Work(grid, None, None)
+    part_shape = (row_blocks * tiles, config.splits, config.columns, config.rows)
+    part = torch.empty(part_shape, dtype=torch.float32, device=x.device)
+    return Work(grid, part, _tickets(x.device, row_blocks * tiles))
 
 
 def launch_linear(product: Product, bias: Tensor | None, out: Tensor, is_gated: bool, config: LinearConfig) -> None:
     """Write the product to `out` under a given config, or its partial sums where `out` has one more dimension."""
-    x, weight, _ = product
+    if isinstance(product.weight, ScaledWeight):
+        from specdec_kernels.projection.kernel_scaled import launch_scaled  # which is made of this module's parts
+
+        launch_scaled(product, bias, out, is_gated, config)
+        return
+    x, weight, rows = product.x, product.weight, product.rows
     outer, inner = weight.shape
-    rows = product.rows
-    columns, width = (config.columns // 2, outer // 2) if is_gated else (config.columns, outer)
-    row_blocks, tiles = -(-rows // config.rows), -(-width // columns)
-    part = ticket = None
-    if config.splits > 1 and out.ndim == x.ndim and not config.in_order:
-        part_shape = (row_blocks * tiles, config.splits, config.columns, config.rows)
-        part = torch.empty(part_shape, dtype=torch.float32, device=x.device)
-        ticket = _tickets(x.device, row_blocks * tiles)
+    work = work_of(product, out, is_gated, config)
     launch(
         _linear_kernel,
-        (row_blocks, tiles, 1 if config.in_order else config.splits),
-        *(x, weight, bias, out, part, ticket, rows, outer, inner, config.splits, config.split_length(inner)),
+        work.grid,
+        *(x, weight, bias, out, work.part, work.ticket, rows, outer, inner, config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         ROWS=config.rows,

@@ -11,13 +11,28 @@ from specdec_kernels.all_reduce.reference import all_reduce_add_rms_norm, tell_n
 from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.norm.reference import add_rms_norm
 from specdec_kernels.norm.types import Normed, NormInputs
-from specdec_kernels.projection.types import Product
+from specdec_kernels.projection.types import Product, ScaledWeight
+
+
+def dequantised(weight: ScaledWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[N, K]: code times scale, in float32 or float64."""
+    outer, inner = weight.shape
+    values = weight.codes.view(torch.float8_e4m3fn).float().to(dtype)
+    scales = weight.scales.to(dtype).repeat_interleave(weight.group_rows, 0)[:outer]
+    return values.mul_(scales.repeat_interleave(weight.group_inner, 1)[:, :inner])
 
 
 def linear(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x weight^T + bias. torch promises no bits, so `batch_invariant` changes nothing here."""
-    wide = torch.promote_types(product.x.dtype, out_dtype or product.x.dtype)
-    return F.linear(product.x.to(wide), product.weight.to(wide), None if bias is None else bias.to(wide))
+    """x weight^T + bias, of a `ScaledWeight` in at least float32. torch promises no bits, so `batch_invariant` changes
+    nothing here."""
+    if isinstance(product.weight, ScaledWeight):
+        wide = torch.promote_types(product.x.dtype, torch.float32)
+        weight = dequantised(product.weight, wide)
+    else:
+        wide = torch.promote_types(product.x.dtype, out_dtype or product.x.dtype)
+        weight = product.weight.to(wide)
+    result = F.linear(product.x.to(wide), weight, None if bias is None else bias.to(wide))
+    return result.to(out_dtype or product.x.dtype)
 
 
 def linear_silu_mul(product: Product) -> Tensor:
@@ -42,7 +57,7 @@ def linear_argmax(product: Product, exchange: Exchange | None = None) -> Tensor:
     best = logits.amax(-1, keepdim=True)
     lowest, best = (logits == best).to(torch.uint8).argmax(-1), best[..., 0]
     if exchange is not None:
-        best, lowest = _largest_of_ranks(best, lowest + exchange.rank * product.weight.shape[0], exchange)
+        best, lowest = _largest_of_ranks(best, lowest + exchange.rank * product.plain.shape[0], exchange)
     return torch.where(best > -torch.inf, lowest, -1)
 
 

@@ -6,12 +6,32 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+GROUP = 128
+"""Rows and inner elements of the blocks that have one scale in published checkpoints."""
+
+
+class ScaledWeight(NamedTuple):
+    """A weight [N, K] of float8 e4m3 codes, each of which is multiplied by the scale of its group.
+
+    codes [N, K] uint8, the bytes of `torch.float8_e4m3fn`, all finite. scales [ceil(N / group_rows),
+    ceil(K / group_inner)] float32. group_rows: a power of two up to 128. group_inner: 128, or K for one scale per row.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    group_rows: int
+    group_inner: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
+
 
 class Product(NamedTuple):
     """x [..., K] times a weight [N, K], checked."""
 
     x: Tensor
-    weight: Tensor
+    weight: Tensor | ScaledWeight
     batch_invariant: bool = False
 
     @property
@@ -22,3 +42,9 @@ class Product(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """[..., N], of the result."""
         return (*self.x.shape[:-1], self.weight.shape[0])
+
+    @property
+    def plain(self) -> Tensor:
+        """The weight of a product that is not of a `ScaledWeight`."""
+        assert isinstance(self.weight, Tensor)
+        return self.weight

@@ -39,6 +39,8 @@ class LatentAttention(Mixing):
     """Calls its mixer with `q [..., T, H, nope + rope]`, `kv [..., T, latent + rope]` and `LatentWeights`, for
     `[..., T, H, value]`."""
 
+    unscaled = ("kv_b_proj",)
+
     def __init__(self, config: DecoderConfig, sizes: LatentConfig) -> None:
         super().__init__()
         self.sizes, hidden, queries = sizes, config.hidden_size, config.num_heads * (sizes.nope + sizes.rope)

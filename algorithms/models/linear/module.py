@@ -34,6 +34,7 @@ class LinearAttention(Mixing):
 
     name = "linear_attn"
     float32 = ("A_log", "dt_bias")
+    unscaled = ("in_proj_b", "in_proj_a")
 
     def __init__(self, config: DecoderConfig, sizes: LinearConfig) -> None:
         super().__init__()

@@ -13,12 +13,17 @@ from algorithms.models.architectures import ARCHITECTURES, find_architecture
 from algorithms.models.config import DecoderConfig
 from algorithms.models.config_keys import nested
 from algorithms.models.decoder import Decoder
+from algorithms.models.experts.config import ExpertsConfig
 from algorithms.models.folder import ModelError, read_json, resolve_folder
+from algorithms.models.latent.config import LatentConfig
 from algorithms.models.loading.stored import check_layers, stored_tensors
 from algorithms.models.loading.weights import load_weights
+from algorithms.models.scaled_linear import SUPPORTED, WeightFormat, quantise
 from algorithms.models.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
+FP8 = "fp8"
+"""`runtime.weight_dtype` that quantises weights."""
 NEUTRAL = {"logit_scale": 1.0, "output_multiplier": 1.0, "input_embedding_scale": 1.0, "is_neox_style": True}
 FOREIGN = (
     "is_neox_style",
@@ -44,6 +49,8 @@ class TargetFolder:
     path: Path
     origin: str | None = field(default=None, kw_only=True)
     """How the published weights were changed, such as `dequantised Q4_1`: `weights_origin` in `config.json`."""
+    weight_format: WeightFormat | None = field(default=None, kw_only=True)
+    """Of weights that are stored in float8."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +60,28 @@ class Target(TargetFolder):
     model: Decoder
 
 
-def load_target(path: str | Path | TargetFolder, device: torch.device | str, dtype: torch.dtype) -> Target:
-    """Load a language model's folder or hub name for inference; ModelError where it cannot serve."""
+def load_target(
+    path: str | Path | TargetFolder, device: torch.device | str, dtype: torch.dtype, weight_dtype: str = "auto"
+) -> Target:
+    """Load a language model's folder or hub name for inference; ModelError where it cannot serve.
+
+    `weight_dtype` fp8 quantises the projections of the layers to float8 in blocks; auto leaves them as they are stored,
+    and so does fp8 where they are stored in float8.
+    """
     found = path if isinstance(path, TargetFolder) else read_target(path)
+    check_weight_dtype(found, weight_dtype)
     with torch.device("meta"):
         model = Decoder(found.config)
     ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
     ignored |= {name for name in stored_tensors(found.path, text_name) if _is_other(name, found.config)}
-    load_weights(model, found.path, device, dtype, ignored=ignored, rename=text_name)
+    weight_format = found.weight_format
+    load_weights(model, found.path, device, dtype, ignored=ignored, rename=text_name, weight_format=weight_format)
     for name, parameter in model.named_parameters():
         if offset := norm_offset(name, found.config):
             parameter.data += offset
-    return Target(found.config, found.path, model, origin=found.origin)
+    if weight_dtype == FP8 and weight_format is None:
+        quantise(model.model.layers)
+    return Target(found.config, found.path, model, origin=found.origin, weight_format=weight_format)
 
 
 def norm_offset(name: str, config: DecoderConfig) -> int:
@@ -78,9 +95,13 @@ def read_target(path: str | Path) -> TargetFolder:
     folder = resolve_folder(path)
     raw = read_config(folder)
     config = parse_config(folder, raw, DecoderConfig.from_hf)
-    _check_target_keys(folder, raw, config)
+    # Packed experts are a kind of layer, which its own config describes.
+    is_mxfp4 = any(getattr(mlp, "mxfp4", False) for mlp in config.mlps)
+    weight_format = None if is_mxfp4 else read_weight_format(folder, raw)
     _check_language_model(folder, raw, config)
-    return TargetFolder(config, folder, origin=raw.get("weights_origin"))
+    found = TargetFolder(config, folder, origin=raw.get("weights_origin"), weight_format=weight_format)
+    check_weight_dtype(found, "auto")
+    return found
 
 
 def load_draft(
@@ -205,14 +226,46 @@ def refuse_extensions(folder: Path, kind: str, entries: Mapping[str, Any], unsup
         )
 
 
-def _check_target_keys(folder: Path, raw: Mapping[str, Any], config: DecoderConfig) -> None:
-    is_mxfp4 = any(getattr(mlp, "mxfp4", False) for mlp in config.mlps)
-    if raw.get("quantization_config") and not is_mxfp4:
+def read_weight_format(folder: Path, raw: Mapping[str, Any]) -> WeightFormat | None:
+    """How the config says that weights are quantised; ModelError where that is not supported."""
+    try:
+        return WeightFormat.from_hf(raw)
+    except (ValueError, TypeError, AttributeError) as error:
         raise ModelError(
-            "the target uses features that are not supported",
+            "the weights are quantised in a way that is not supported: quantization_config",
             where=folder / CONFIG_FILE,
-            actual="quantization_config",
-            fix="use an unquantised checkpoint",
+            expected=SUPPORTED,
+            actual=str(error),
+            fix="use the unquantised checkpoint; runtime.weight_dtype=fp8 quantises it as it is loaded",
+        ) from error
+
+
+def check_shareable(found: TargetFolder, processes: int) -> None:
+    """ModelError where the weights cannot be divided among `processes`."""
+    if processes > 1 and found.weight_format is not None:
+        raise ModelError(
+            f"runtime.tensor_parallel={processes}: the scales of float8 weights are not divided among processes",
+            where=found.path / CONFIG_FILE,
+            expected="weights that are not quantised",
+            fix="use runtime.tensor_parallel=1, or the unquantised checkpoint",
+        )
+
+
+def check_weight_dtype(found: TargetFolder, weight_dtype: str) -> None:
+    """ModelError where the target has layers whose weights cannot be float8, and they are stored so or shall become
+    so."""
+    if found.weight_format is None and weight_dtype != FP8:
+        return
+    kinds = {type(kind) for kind in (*found.config.mixings, *found.config.mlps)}
+    # The latent projection has a use of its own: it stays as it is stored, or is not read.
+    refused = kinds & ({ExpertsConfig} if found.weight_format is None else {ExpertsConfig, LatentConfig})
+    if refused:
+        raise ModelError(
+            "the target has layers that do not take float8 weights",
+            where=found.path / CONFIG_FILE,
+            expected="attention, linear attention and SwiGLU layers",
+            actual=", ".join(sorted(kind.__name__ for kind in refused)),
+            fix="use the unquantised checkpoint with runtime.weight_dtype=auto",
         )
 
 

@@ -6,20 +6,24 @@ one at a time, cast, checked for NaN and infinity, and assigned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from algorithms.models.decoder import Block
 from algorithms.models.folder import COPY_AGAIN, ModelError
 from algorithms.models.fusion import Fusable
 from algorithms.models.loading.stored import Stored, stored_tensors, unreadable
+from algorithms.models.scaled_linear import WeightFormat, make_scaled
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+FLOAT8_DTYPE = "F8_E4M3"
 # What a buffer of token ids, of marks or of packed numbers may be stored as.
 INTEGER_DTYPES = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL", "U8"), torch.uint8: ("U8",)}
+STORED_DTYPES = {**INTEGER_DTYPES, torch.float8_e4m3fn: (FLOAT8_DTYPE,)}
 NAMES_SHOWN = 5
 ROTARY_BUFFER = "rotary_emb.inv_freq"
 """Stored by old versions of transformers; computed here."""
@@ -34,14 +38,15 @@ def load_weights(
     ignored: Container[str] = (),
     rename: Callable[[str], str] | None = None,
     pickles: bool = False,
+    weight_format: WeightFormat | None = None,
 ) -> None:
     """Fill `module` (built on the meta device) from `folder`, on `device` in `dtype`, without gradients.
 
     Integers and booleans keep their dtype. Stored tensors that the module does not have are refused unless `ignored`
-    holds their name. `rename` gives the module's name for a stored one. `pickles` allows `pytorch_model.bin`. Raises
-    ModelError naming the file or tensor.
+    holds their name. `rename` gives the module's name for a stored one. `pickles` allows `pytorch_model.bin`. Linear
+    layers of decoder layers whose weights are stored in float8 become scaled ones of `weight_format`. Raises ModelError
+    naming the file or tensor.
     """
-    wanted = module.state_dict()
     stored = {
         name: tensor
         for name, tensor in stored_tensors(folder, rename, pickles).items()
@@ -50,14 +55,31 @@ def load_weights(
     parts = {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Fusable)}
     for prefix, part in parts.items():
         part.adopt(prefix, stored)
+    if weight_format is not None:
+        make_scaled(module, weight_format, _float8_layers(module, stored))
+    wanted = module.state_dict()
+    parts = {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Fusable)}
     wide = {prefix + name for prefix, part in parts.items() for name in part.float32}
     _check_names(folder, set(wanted), set(stored))
     for name, tensor in wanted.items():
         _check_header(stored[name], tuple(tensor.shape), tensor.dtype)
-    dtypes = {name: dtype if t.is_floating_point() else t.dtype for name, t in wanted.items()}
+    dtypes = {name: t.dtype if t.dtype in STORED_DTYPES else dtype for name, t in wanted.items()}
     dtypes |= dict.fromkeys(wide & set(wanted), torch.float32)
     module.load_state_dict({name: _read(stored[name], device, dtypes[name]) for name in wanted}, assign=True)
     module.requires_grad_(False).eval()
+
+
+def _float8_layers(module: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
+    """Names of the linear layers in decoder layers whose weights are stored in float8. The stored dtype decides, not
+    the config's list of modules that stay: no weight is then read as what it is not."""
+    names = {
+        f"{prefix}.{name}"
+        for prefix, block in module.named_modules()
+        if isinstance(block, Block)
+        for name, part in block.named_modules()
+        if isinstance(part, nn.Linear)
+    }
+    return {name for name in names if f"{name}.weight" in stored and stored[f"{name}.weight"].dtype == FLOAT8_DTYPE}
 
 
 def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
@@ -83,7 +105,7 @@ def _check_header(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) ->
             actual=list(stored.shape),
             fix="check that config.json and weights belong together",
         )
-    supported = INTEGER_DTYPES.get(dtype, FLOAT_DTYPES)
+    supported = STORED_DTYPES.get(dtype, FLOAT_DTYPES)
     if stored.dtype not in supported:
         raise ModelError(
             f"tensor '{stored.name}' has an unsupported dtype",
@@ -95,6 +117,8 @@ def _check_header(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def _all_finite(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.float8_e4m3fn:  # has no infinity, and one magnitude that is no number
+        return not bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
     return bool(torch.isfinite(torch.stack(tensor.aminmax())).all())
 
 

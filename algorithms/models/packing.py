@@ -1,0 +1,62 @@
+"""One weight of several projections that read the same input, for the fused forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from algorithms.models.scaled_linear import ScaledLinear
+from specdec_kernels import ScaledWeight
+
+
+class Packed(NamedTuple):
+    """Weights [rows of all, in] of several projections, and their biases."""
+
+    weight: Tensor | ScaledWeight
+    bias: Tensor | None
+
+
+@torch.no_grad()
+def packed(projections: Sequence[nn.Linear | ScaledLinear]) -> Packed:
+    """One matrix of all `projections`, whose weights and biases become views of it. Raises ValueError where some are
+    scaled and others are not."""
+    sizes = [projection.weight.shape[0] for projection in projections]
+    scaled = [projection for projection in projections if isinstance(projection, ScaledLinear)]
+    if scaled and len({getattr(projection, "format", None) for projection in projections}) > 1:
+        raise ValueError("expected projections that read the same input to have weights of one format, got several")
+    dtype = projections[0].weight.dtype
+    # torch does not join float8 numbers on every device.
+    narrow = torch.uint8 if scaled else dtype
+    weights: list[Tensor] = [projection.weight.view(narrow) for projection in projections]
+    weight: Tensor | ScaledWeight = torch.cat(weights)
+    if scaled:
+        weight = _scaled(cast(Tensor, weight), [projection.scaled_weight for projection in scaled])
+        parts = weight.codes.split(sizes)
+    else:
+        parts = weight.split(sizes)
+    for projection, part in zip(projections, parts, strict=True):
+        projection.weight = nn.Parameter(part.view(dtype), requires_grad=False)
+    biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
+    if not biases:
+        return Packed(weight, None)
+    bias = torch.cat(biases)
+    for projection, part in zip(projections, bias.split(sizes), strict=True):
+        projection.bias = nn.Parameter(part, requires_grad=False)
+    return Packed(weight, bias)
+
+
+def _scaled(codes: Tensor, members: Sequence[ScaledWeight]) -> ScaledWeight:
+    """`codes` with the scales of the members whose rows they are. Groups of rows become smaller where a member would
+    begin inside of one."""
+    group, row, scales = members[0].group_rows, 0, []
+    for member in members:
+        group = gcd(group, row)
+        row += member.shape[0]
+    for member in members:
+        repeated = member.scales.repeat_interleave(member.group_rows // group, 0)
+        scales.append(repeated[: -(-member.shape[0] // group)])
+    return ScaledWeight(codes, torch.cat(scales), group, members[0].group_inner)

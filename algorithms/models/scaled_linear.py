@@ -1,0 +1,162 @@
+"""Linear layers whose weights are float8 codes with scales. Activations keep their dtype: a product is that of the
+dequantised weight (W8A16), whatever a checkpoint says of activations.
+
+Two formats are published: blocks of 128 x 128, with the scales of DeepSeek-V3 (`X.weight_scale_inv`, which multiplies,
+despite its name) or of compressed-tensors (`X.weight_scale`), and one scale per row, of compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import specdec_kernels as kernels
+from algorithms.models.config_keys import nested
+from algorithms.models.fusion import Fusable, NormedProjection
+
+BLOCK = 128
+SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+SUPPORTED = (
+    f"quant_method fp8 with weight_block_size [{BLOCK}, {BLOCK}] and activation_scheme dynamic, or compressed-tensors "
+    "of format float-quantized with dynamic activations and weights of strategy channel or block"
+)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """by_row: one scale for each row of a weight, not for each block. scale_name: of the tensor with the scales."""
+
+    by_row: bool = False
+    scale_name: str = "weight_scale_inv"
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> WeightFormat | None:
+        """The format that the `config.json` of a checkpoint names; None without quantisation. Raises ValueError that
+        names what is not supported."""
+        entries = nested(config, "quantization_config") or nested(config, "compression_config")
+        if not entries:
+            return None
+        method = entries.get("quant_method")
+        if method == "fp8":
+            _expect(entries, weight_block_size=[BLOCK, BLOCK])
+            _expect({"activation_scheme": "dynamic", "fmt": "e4m3", **entries}, activation_scheme="dynamic", fmt="e4m3")
+            return cls()
+        if method != "compressed-tensors":
+            raise ValueError(f"quant_method {method!r}")
+        return cls(by_row=_is_by_row(entries), scale_name="weight_scale")
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        return (rows, 1) if self.by_row else (-(-rows // BLOCK), -(-columns // BLOCK))
+
+
+def _expect(entries: Mapping[str, Any], place: str = "", **wanted: Any) -> None:
+    """Raise ValueError naming the first entry that is not the one wanted."""
+    for key, value in wanted.items():
+        if entries.get(key) != value:
+            raise ValueError(f"{place}{key} {entries.get(key)!r}")
+
+
+def _is_by_row(entries: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors stores a scale per row; ValueError for a scheme that is not supported."""
+    _expect(entries, format="float-quantized")
+    for key in ("kv_cache_scheme", "transform_config"):
+        if entries.get(key):
+            raise ValueError(f"{key} {entries[key]!r}")
+    _expect({"format": "dense", **nested(entries, "sparsity_config")}, "sparsity_config.", format="dense")
+    strategies = set()
+    for group in nested(entries, "config_groups").values():
+        weights = {"symmetric": True, "dynamic": False, **nested(group, "weights")}
+        _expect(weights, "weights.", num_bits=8, type="float", symmetric=True, dynamic=False)
+        if weights.get("strategy") == "block":
+            _expect(weights, "weights.", block_structure=[BLOCK, BLOCK])
+        elif weights.get("strategy") != "channel":
+            raise ValueError(f"weights.strategy {weights.get('strategy')!r}")
+        inputs = {"dynamic": True, **nested(group, "input_activations")}
+        _expect(inputs, "input_activations.", dynamic=True)
+        _expect(group, output_activations=None)
+        strategies.add(weights["strategy"])
+    if len(strategies) != 1:
+        raise ValueError(f"config_groups with weights of strategies {sorted(strategies)}")
+    return strategies == {"channel"}
+
+
+class ScaledLinear(NormedProjection):
+    """x W^T + bias for a weight of e4m3 codes. Parameters are named as in checkpoints."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, weight_format: WeightFormat) -> None:
+        super().__init__()
+        self.format = weight_format
+        codes = torch.zeros(out_features, in_features, dtype=torch.float8_e4m3fn)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        scales = torch.ones(weight_format.scale_shape(out_features, in_features))
+        self.register_parameter(weight_format.scale_name, nn.Parameter(scales, requires_grad=False))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.float32 = (weight_format.scale_name,)
+
+    @property
+    def scaled_weight(self) -> kernels.ScaledWeight:
+        codes, scales = self.weight.view(torch.uint8), getattr(self, self.format.scale_name)
+        if self.format.by_row:
+            return kernels.ScaledWeight(codes, scales, 1, codes.shape[1])
+        return kernels.ScaledWeight(codes, scales, BLOCK, BLOCK)
+
+    def forward(self, x: Tensor) -> Tensor:
+        same, impl = self.batch_invariant, self.impl or "reference"
+        return kernels.linear(x.contiguous(), self.scaled_weight, self.bias, batch_invariant=same, impl=impl)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> kernels.Normed:
+        assert self.impl is not None
+        if self.bias is not None:
+            return kernels.add_rms_norm(self(x), residual, weight, eps, impl=self.impl)
+        same = self.batch_invariant
+        return kernels.linear_add_rms_norm(
+            x, self.scaled_weight, residual, weight, eps, batch_invariant=same, impl=self.impl
+        )
+
+
+def make_scaled(model: nn.Module, weight_format: WeightFormat, names: set[str]) -> None:
+    """Replace the linear layers of these names by scaled ones, whose weights are still to be loaded."""
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        with torch.device(linear.weight.device):
+            scaled = ScaledLinear(linear.in_features, linear.out_features, linear.bias is not None, weight_format)
+        model.set_submodule(name, scaled)
+
+
+@torch.no_grad()
+def quantise(layers: nn.Module) -> None:
+    """Replace the linear layers in `layers` by scaled ones in blocks, one at a time, but for those that their module
+    uses otherwise."""
+    for parent in list(layers.modules()):
+        kept = parent.unscaled if isinstance(parent, Fusable) else ()
+        for name, linear in list(parent.named_children()):
+            if type(linear) is nn.Linear and name not in kept:
+                setattr(parent, name, _quantised(linear))
+
+
+def _quantised(linear: nn.Linear) -> ScaledLinear:
+    with torch.device("meta"):
+        scaled = ScaledLinear(linear.in_features, linear.out_features, False, WeightFormat())
+    codes, scales = quantised_blocks(linear.weight)
+    scaled.load_state_dict(dict(weight=codes, weight_scale_inv=scales), assign=True)
+    scaled.bias = linear.bias
+    return scaled.requires_grad_(False).train(linear.training)
+
+
+def quantised_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 codes [N, K] and float32 scales [ceil(N / 128), ceil(K / 128)] of a weight: the scale of a block is its
+    largest magnitude / 448, or 1 for zeros; a code is the nearest one, ties to even."""
+    rows, columns = weight.shape
+    padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    largest = blocks.abs().amax((1, 3))
+    scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+    codes = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return codes.reshape(padded.shape)[:rows, :columns].contiguous(), scales

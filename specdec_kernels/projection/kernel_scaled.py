@@ -1,0 +1,216 @@
+"""Products of few rows with a weight of float8 codes, which are read once, as bytes.
+
+    acc[column, row] += scale[column, group] * sum_k code[column, k] x[row, k]    for each group of the inner dimension
+
+Codes are widened to the type of x, which is exact, so only the sums round. A group of 128 is one product from zeros,
+multiplied by its scale as it is added; where a row of the weight has one scale, it multiplies the sum of a split. The
+steps along the inner dimension depend on the shape of the weight alone: a row has the same bits among any others.
+
+An e4m3 code has the sign, four bits of the exponent and three of the mantissa of a number. At these places of a wider
+type they are the number times a power of two, also where they are a subnormal: 2^-120 in bfloat16 and float32, whose
+exponents have eight bits, and 2^-8 in float16.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.projection.configs import LinearConfig
+from specdec_kernels.projection.kernel import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
+from specdec_kernels.projection.types import GROUP, Product
+
+_GROUP = tl.constexpr(GROUP)
+_TWO_120 = tl.constexpr(2.0**120)
+# Four codes in a register to two registers of two numbers: the bytes spread to the upper halves, the seven bits below
+# the sign moved to their places, a product with the power of two.
+_SPREAD = tl.constexpr(
+    "{ .reg .b32 low, high, sign, factor, zero; mov.b32 zero, 0x80008000; "
+    "prmt.b32 low, $2, 0, 0x1404; prmt.b32 high, $2, 0, 0x3424; "
+)
+_TO_BFLOAT16 = tl.constexpr(
+    _SPREAD.value + "mov.b32 factor, 0x7B807B80; "
+    "and.b32 sign, low, zero; shr.b32 low, low, 4; and.b32 low, low, 0x07F007F0; or.b32 low, low, sign; "
+    "and.b32 sign, high, zero; shr.b32 high, high, 4; and.b32 high, high, 0x07F007F0; or.b32 high, high, sign; "
+    "fma.rn.bf16x2 $0, low, factor, zero; fma.rn.bf16x2 $1, high, factor, zero; }"
+)
+_TO_FLOAT16 = tl.constexpr(
+    _SPREAD.value + "mov.b32 factor, 0x5C005C00; "
+    "and.b32 sign, low, zero; shr.b32 low, low, 1; and.b32 low, low, 0x3F803F80; or.b32 low, low, sign; "
+    "and.b32 sign, high, zero; shr.b32 high, high, 1; and.b32 high, high, 0x3F803F80; or.b32 high, high, sign; "
+    "fma.rn.f16x2 $0, low, factor, zero; fma.rn.f16x2 $1, high, factor, zero; }"
+)
+
+
+@triton.jit
+def widened(codes, like, NVIDIA: tl.constexpr):
+    """Numbers of e4m3 codes (uint8) in the type of `like`, exact for every finite code."""
+    if like.dtype == tl.float32:
+        bits = codes.to(tl.uint32)
+        bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
+        return bits.to(tl.float32, bitcast=True) * _TWO_120
+    elif NVIDIA:
+        return tl.inline_asm_elementwise(
+            _TO_BFLOAT16 if like.dtype == tl.bfloat16 else _TO_FLOAT16, "=r,=r,r", [codes], like.dtype, True, 4
+        )
+    else:
+        bits = codes.to(tl.uint16)
+        if like.dtype == tl.bfloat16:
+            bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 4)
+            return bits.to(tl.bfloat16, bitcast=True) * _TWO_120
+        else:
+            bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+            return bits.to(tl.float16, bitcast=True) * 256.0
+
+
+class Scales(NamedTuple):
+    """Where a program reads its scales."""
+
+    rows: Any  # [COLUMNS]: of each row of the weight
+    first: Any  # of the first half of the rows, which is one group
+    second: Any
+
+
+class Scaling(NamedTuple):
+    """Compile-time properties of the scales. BY_ROW: one for each row of the weight. HALVES: each half of a program's
+    rows has one."""
+
+    BY_ROW: Any
+    HALVES: Any
+    NVIDIA: Any
+
+
+@triton.jit
+def _scales_of(scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+    """Where a program's scales begin; a gated tile holds rows of two places."""
+    HALF: tl.constexpr = COLUMNS // 2
+    first = tile * (HALF if GATED else COLUMNS)
+    second = tl.minimum(first + (OUTER // 2 if GATED else HALF), OUTER - 1)
+    return Scales(
+        scale_ptr + (weight_row // GROUP_ROWS).to(tl.int64) * groups,
+        scale_ptr + (first // GROUP_ROWS).to(tl.int64) * groups,
+        scale_ptr + (second // GROUP_ROWS).to(tl.int64) * groups,
+    )
+
+
+@triton.jit
+def _scale_at(scales, group, COLUMNS: tl.constexpr, HALVES: tl.constexpr):
+    """[COLUMNS] float32: the scales of one group of the inner dimension."""
+    if HALVES:
+        return tl.where(
+            tl.arange(0, COLUMNS) < COLUMNS // 2, tl.load(scales.first + group), tl.load(scales.second + group)
+        )
+    else:
+        return tl.load(scales.rows + group)
+
+
+@triton.jit
+def scaled_sum(of, scales, k_first, k_end, TILE: tl.constexpr, SCALING: tl.constexpr):
+    """[COLUMNS, ROWS] float32: the sum over k_first to k_end. No step is in two groups."""
+    lane = tl.arange(0, TILE.BLOCK_K)
+    weight = weight_at(of, k_first, lane)
+    x = x_at(of, k_first, lane)
+    here = (of.row < of.rows)[None, :]
+    acc = tl.zeros([TILE.COLUMNS, TILE.ROWS], tl.float32)
+    following = _scale_at(scales, 0 if SCALING.BY_ROW else k_first // _GROUP, TILE.COLUMNS, SCALING.HALVES)
+    for first in tl.range(k_first, k_end, TILE.BLOCK_K):
+        if TILE.EVEN_K:
+            codes = tl.load(weight, eviction_policy="evict_first")
+            other = tl.load(x, mask=here, other=0.0)
+        else:
+            inside = first + lane < k_end
+            codes = tl.load(weight, mask=inside[None, :], other=0, eviction_policy="evict_first")
+            other = tl.load(x, mask=inside[:, None] & here, other=0.0)
+        numbers = widened(codes, other, SCALING.NVIDIA)
+        if SCALING.BY_ROW:
+            acc = tl.dot(numbers, other, acc, input_precision="ieee")
+        else:
+            scale = following
+            # Requested a step ahead: it is not among the loads that the compiler moves ahead, those of the product.
+            group = tl.minimum(first + TILE.BLOCK_K, of.K - 1) // _GROUP
+            following = _scale_at(scales, group, TILE.COLUMNS, SCALING.HALVES)
+            part = tl.dot(numbers, other, input_precision="ieee")
+            acc = tl.fma(part, tl.broadcast_to(scale[:, None], part.shape), acc)
+        weight += TILE.BLOCK_K
+        x += TILE.BLOCK_K
+    return acc * following[:, None] if SCALING.BY_ROW else acc
+
+
+# One argument more than 16: the scales have three of their own.
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _scaled_linear_kernel(
+    x_ptr,  # [rows, K]
+    weight_ptr,  # [OUTER, K] uint8
+    scale_ptr,  # [ceil(OUTER / GROUP_ROWS), groups] float32
+    bias_ptr,  # [OUTER] or None
+    out_ptr,  # as of `_linear_kernel`, like the two below
+    part_ptr,
+    ticket_ptr,
+    rows,
+    OUTER,
+    K,
+    groups,
+    splits,
+    split_length,
+    GROUP_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GATED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    HALVES: tl.constexpr,
+    NVIDIA: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(1)
+    split = tl.program_id(2)
+    weight_row = weight_rows(tile, OUTER, COLUMNS, GATED)
+    TILE: tl.constexpr = Tile(ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    SCALING: tl.constexpr = Scaling(BY_ROW, HALVES, NVIDIA)
+    of = Operands(x_ptr, weight_ptr, weight_row, row, rows, K)
+    scales = _scales_of(scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS, GATED)
+    k_first = split * split_length
+    wait_for_predecessor(PDL)
+    acc = scaled_sum(of, scales, k_first, tl.minimum(K, k_first + split_length), TILE, SCALING)
+    if IN_ORDER:
+        for later in tl.range(1, splits):
+            k_first = later * split_length
+            acc += scaled_sum(of, scales, k_first, tl.minimum(K, k_first + split_length), TILE, SCALING)
+    launch_dependents(PDL)
+    finish(out_ptr, bias_ptr, part_ptr, ticket_ptr, acc, of, tile, split, splits, OUTER, TILE, GATED)
+
+
+def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: bool, config: LinearConfig) -> None:
+    """`kernel.launch_linear` for a `ScaledWeight`."""
+    x, weight, _ = product
+    outer, inner = weight.shape
+    chip, half = current_chip(x), config.columns // 2
+    work = work_of(product, out, is_gated, config)
+    launch(
+        _scaled_linear_kernel,
+        work.grid,
+        *(x, weight.codes, weight.scales, bias, out, work.part, work.ticket),
+        *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        GROUP_ROWS=weight.group_rows,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        BLOCK_K=config.block_k,
+        EVEN_K=inner % config.block_k == 0,
+        GATED=is_gated,
+        IN_ORDER=config.in_order,
+        BY_ROW=weight.group_rows == 1 and weight.group_inner >= inner,
+        HALVES=weight.group_rows % half == 0 and not (is_gated and outer // 2 % half),
+        NVIDIA=chip.startswith("sm"),
+        **pdl_options(chip),
+    )
