@@ -38,6 +38,12 @@ PUBLISHED: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 16,
     "v_head_dim": 8,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
 }
 TARGETS = {kind: target_of(kind) for kind in KINDS}
 
@@ -116,6 +122,7 @@ def test_padding_runs_through_no_expert(monkeypatch: pytest.MonkeyPatch, kind: s
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
         ("deepseek_v3", {"n_group": 3}, "expected a divisor of 8 experts"),
         ("glm4_moe", {"mlp_layer_types": ["dense", "linear"]}, "mlp_layer_types: expected 4 of"),
+        ("qwen3_next", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
         ("deepseek_v3", {"kv_lora_rank": 40}, "expected multiples of 16"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.experts.config import ExpertsConfig
-from algorithms.models.fusion import Fusable
+from algorithms.models.fusion import Fusable, project
 from algorithms.models.layers import MLP, SwiGLU
 
 
@@ -67,13 +67,15 @@ class ExpertTensors(Fusable):
 
 
 class Experts(MLP):
-    """The weighted sum of the chosen experts, and the shared ones."""
+    """The weighted sum of the chosen experts, and shared ones or sigmoid(shared_expert_gate x) shared_expert(x)."""
 
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
         self.gate, self.experts = Router(config, sizes), ExpertTensors(config, sizes)
-        shared = replace(config, intermediate_size=sizes.width * sizes.shared, mlp_bias=False) if sizes.shared else None
-        self.shared_experts = None if shared is None else SwiGLU(shared)
+        self.shared_experts = _shared(config, sizes.width * sizes.shared)
+        self.shared_expert = _shared(config, sizes.gated_shared)
+        gate = nn.Linear(config.hidden_size, 1, bias=False) if sizes.gated_shared else None
+        self.shared_expert_gate = gate
         self.routing = kernels.Routing(
             sizes.topk,
             sizes.scoring,
@@ -93,5 +95,14 @@ class Experts(MLP):
         tile = kernels.row_tile_of(routed.experts, self.experts.num_experts)
         schedule = kernels.schedule_experts(routed.experts, self.experts.num_experts, tile, impl=impl)
         weights = kernels.ExpertWeights(self.experts.gate_up_proj, self.experts.down_proj)
-        shared = None if self.shared_experts is None else self.shared_experts(rows)
-        return kernels.expert_mlp(rows, routed, schedule, weights, shared=shared, impl=impl).view_as(x)
+        return kernels.expert_mlp(rows, routed, schedule, weights, shared=self._shared(rows), impl=impl).view_as(x)
+
+    def _shared(self, rows: Tensor) -> Tensor | None:
+        if self.shared_expert is None or self.shared_expert_gate is None:
+            return None if self.shared_experts is None else self.shared_experts(rows)
+        gate = project(self.shared_expert_gate, rows, self.impl, self.batch_invariant)
+        return torch.sigmoid(gate) * self.shared_expert(rows)
+
+
+def _shared(config: DecoderConfig, width: int) -> SwiGLU | None:
+    return SwiGLU(replace(config, intermediate_size=width, mlp_bias=False)) if width else None
