@@ -74,17 +74,13 @@ class Standalone(LevelDrafter):
         self.bind_tree(self._draft.config, resources, self._vocabulary)
 
     def observe(self, seen: Observation) -> None:
-        from algorithms.attention.paged_attention import PagedMixer
-
         if seen.is_prefill or seen.drafts_stale or not self.chain:
-            self._draft.model(seen.tokens, PagedMixer.following(seen, self._cache, self._resources))
+            self._draft.model(seen.tokens, self._memory.following(seen))
 
     def draft(self, batch: Batch, tree: TreeDrafter) -> DraftTree:
-        from algorithms.attention.paged_attention import PagedMixer
-
         root = batch.last_tokens[:, None]
         if not self.chain:
-            mixer = PagedMixer.over(batch, batch.lengths[:, None], self._cache, self._resources, phase="draft")
+            mixer = self._memory.chained(batch, batch.lengths[:, None])
             return tree.tree(batch, self._run(root, None, mixer)[:, 0], self._run)
         mixers = tree.chain_mixers(batch)
         logits = self._run(root, None, mixers[0])[:, 0]

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from algorithms.algorithm import Batch, Prompts, Resources
+from algorithms.algorithm import Batch, Observation, Prompts, Resources
 from algorithms.attention.cache import KVCache, KVScales
-from algorithms.attention.paged_attention import JointMixer, PagedMixer
+from algorithms.attention.levels import LevelSizes, LevelViews
+from algorithms.attention.paged_attention import JointMixer, PagedLevels, PagedMixer
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.memory import LatentMemory
@@ -51,6 +52,31 @@ class Memory(Protocol):
         ...
 
 
+class DraftMemory(Protocol):
+    """What a drafter's layers keep, which are of one kind."""
+
+    windowed: bool
+    """Whether a layer has a sliding window, so that `levels` of a tree needs depths."""
+
+    def following(self, seen: Observation) -> Mixer:
+        """Plan a forward over the text just observed."""
+        ...
+
+    def chained(self, batch: Batch, positions: Tensor) -> Mixer:
+        """Plan a forward over a chain `[B, N]` that begins at position L."""
+        ...
+
+    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Levels:
+        """Plan the forwards of a draft, whose masks may be filled later."""
+        ...
+
+
+class Levels(Protocol):
+    def __getitem__(self, level: int) -> Mixer:
+        """The mixer of forward `level`, whose mask is filled by now."""
+        ...
+
+
 MEMORIES: dict[type, Callable[[DecoderConfig, Any, Resources], Memory]] = {
     LatentConfig: LatentMemory,
     LinearConfig: StateMemory,
@@ -83,6 +109,19 @@ class PagedMemory:
 
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> PagedMixer:
         return PagedMixer.over(batch, positions, self.cache, self.resources, counts=counts, phase="prefill")
+
+    @property
+    def windowed(self) -> bool:
+        return any(self.cache.config.sliding_windows)
+
+    def following(self, seen: Observation) -> PagedMixer:
+        return PagedMixer.following(seen, self.cache, self.resources)
+
+    def chained(self, batch: Batch, positions: Tensor) -> PagedMixer:
+        return PagedMixer.over(batch, positions, self.cache, self.resources, phase="draft")
+
+    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> PagedLevels:
+        return PagedLevels(batch, self.cache, self.resources, sizes, views)
 
     def joint(self, groups: Sequence[tuple[PagedMixer, Tensor]]) -> JointMixer:
         return JointMixer(groups)
@@ -172,3 +211,14 @@ def allocate_memory(config: DecoderConfig, resources: Resources, kv_scales: KVSc
     if len(memories) > 1 and kv_scales is not None:
         raise ValueError("runtime.kv_scales: expected a target whose layers all have attention")
     return LayeredMemory(memories, kinds) if len(memories) > 1 else memories[kinds[0]]
+
+
+def allocate_draft_memory(config: DecoderConfig, resources: Resources) -> DraftMemory:
+    """The memory of a drafter of this shape, for one run; ValueError for layers of several kinds, or of linear
+    attention."""
+    if len(set(config.mixings)) > 1 or any(isinstance(kind, LinearConfig) for kind in config.mixings):
+        kinds = [type(kind).__name__ for kind in config.mixings]
+        raise ValueError(f"a drafter's layers: expected attention or latent attention in all of them, got {kinds}")
+    memory = allocate_memory(config, resources)
+    assert isinstance(memory, (PagedMemory, LatentMemory))
+    return memory

@@ -17,8 +17,9 @@ from torch import Tensor
 from algorithms.algorithm import Batch, Observation, Resources
 from algorithms.attention.backends.protocol import Backend, Levels
 from algorithms.attention.cache import KVCache, KVScales
+from algorithms.attention.levels import LevelSizes, LevelViews, level_rows
 from algorithms.models.layers import MixerWeights
-from specdec_kernels import AttentionMetadata, AttentionShape, level_slots, token_slots, write_kv
+from specdec_kernels import AttentionMetadata, AttentionShape, token_slots, write_kv
 
 Kind = tuple[str, int | None]
 """(mode, window) of a layer's attention."""
@@ -164,48 +165,16 @@ class JointMixer:
 
 
 class PagedLevels:
-    """The mixers of the forwards in which a drafter writes one level of its draft after another, planned at once.
-
-    Forward i runs `width` tokens per request at position L + `first` + i. They are stored at slots L + `first` +
-    i * width and following.
-    """
+    """The mixers of the forwards in which a drafter writes one level of its draft after another, planned at once."""
 
     def __init__(
-        self,
-        batch: Batch,
-        cache: KVCache,
-        resources: Resources,
-        count: int,
-        width: int = 1,
-        first: int = 0,
-        masks: Sequence[Tensor] | None = None,
-        depths: Sequence[tuple[Tensor, Tensor]] | None = None,
+        self, batch: Batch, cache: KVCache, resources: Resources, sizes: LevelSizes, views: LevelViews | None = None
     ) -> None:
-        """`masks[i] [B, width, W]` says which of the slots written by then a token of forward i sees, and may be
-        filled later than here; None: the tokens are a chain, and `width` is 1. `depths[i]` are the depths of these
-        slots and of the tokens, for a drafter with windows."""
         self._cache, self._resources = cache, resources
-        places = level_slots(
-            batch.page_table, batch.lengths, batch.active, count, width, cache.page_size, first=first,
-            impl=resources.impl,
-        )  # fmt: skip
-        self._slots, self._positions = places.slots.flatten(1), places.positions.flatten(1)
-        self._shape, mode = _attention_shape(cache, width, resources), "chain" if masks is None else "tree"
-        self._kinds, longest = _kinds_of(cache, mode), batch.max_length + first + count * width
-        shared = AttentionMetadata(batch.page_table, batch.lengths, mode, q_lens=places.counts, max_length=longest)
-        if masks is None:
-            # The earlier tokens precede a token of a chain, whose position is the length by then.
-            calls = [shared._replace(lengths=positions) for positions in self._positions]
-        else:
-            calls = [
-                shared._replace(mask=mask, tree_width=first + (level + 1) * width) for level, mask in enumerate(masks)
-            ]
-        if depths is not None:
-            calls = [
-                call._replace(depths=by_slot, row_depths=by_row)
-                for call, (by_slot, by_row) in zip(calls, depths, strict=True)
-            ]
-        steps = dict(length_step=1) if masks is None else dict(width_step=width)
+        self._slots, self._positions, calls = level_rows(batch, sizes, views, cache.page_size, resources.impl)
+        width, mode = sizes.width, "chain" if views is None else "tree"
+        self._shape, self._kinds = _attention_shape(cache, width, resources), _kinds_of(cache, mode)
+        steps = dict(length_step=1) if views is None else dict(width_step=width)
         self._levels = {
             kind: Levels([_of_layer(call, cache, *kind) for call in calls], **steps)
             for kind in dict.fromkeys(self._kinds)

@@ -49,10 +49,8 @@ class FeatureDrafter(LevelDrafter):
         self._kept = SlotStore(self._drafter.decoder.hidden_size, resources)
 
     def observe(self, seen: Observation) -> None:
-        from algorithms.attention.paged_attention import PagedMixer
-
         feature = self._drafter.fuse(self._drafter.gather(seen.features, seen.tokens), seen.hidden)
-        mixer = PagedMixer.following(seen, self._cache, self._resources)
+        mixer = self._memory.following(seen)
         self._kept.keep_last(seen, self._drafter(seen.next_tokens, feature, mixer))
 
     def draft(self, batch: Batch, tree: TreeDrafter) -> DraftTree:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from algorithms.drafting.marginals import in_target
 from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder, embedding
+from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.fusion import FusableModel, queries_only
 from algorithms.models.layers import Mixer
 
@@ -78,4 +79,6 @@ class FeatureHead(FusableModel):
         hidden = weight.new_zeros(1, rows, self.target.config.hidden_size)
         tokens = torch.zeros(1, rows, dtype=torch.int64, device=weight.device)
         feature = self.fuse(self.gather([hidden] * len(self.target_layers), tokens), hidden)
-        self.logits(self(tokens, feature, queries_only))
+        # Only attention may come out as its queries.
+        mixer = DenseMixer(self.decoder, rows, weight.device) if self.decoder.mixings else queries_only
+        self.logits(self(tokens, feature, mixer))

@@ -35,18 +35,18 @@ class LevelDrafter(Algorithm):
 
     def bind_tree(self, decoder: DecoderConfig, resources: Resources, vocabulary: Tensor | None = None) -> None:
         """Allocate the drafter's cache; `vocabulary` as in `TreeDrafter`."""
-        from algorithms.attention.cache import KVCache
+        from algorithms.attention.memory import allocate_draft_memory
         from algorithms.drafting.sampled_tree import SampledTree
         from algorithms.drafting.tree_drafter import TreeDrafter
 
-        self._resources, self._cache = resources, KVCache.allocate(decoder, resources)
+        self._resources, self._memory = resources, allocate_draft_memory(decoder, resources)
         sampled = None
         if self._nodes is not None:
             replacement, width = self._sampling.replacement, self._shape.topk
             sampled = SampledTree(
                 self._nodes, resources, replacement, width=width, base=self.base, vocabulary=vocabulary
             )
-        self._tree = TreeDrafter(self._shape, self._cache, resources, self.base, vocabulary, sampled)
+        self._tree = TreeDrafter(self._shape, self._memory, resources, self.base, vocabulary, sampled)
 
     def propose(self, batch: Batch) -> DraftTree:
         return self.draft(batch, self._tree)

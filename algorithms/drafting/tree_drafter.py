@@ -19,13 +19,14 @@ from torch import Tensor
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Batch, DraftTree, Resources
-from algorithms.attention.cache import KVCache
-from algorithms.attention.paged_attention import PagedLevels, PagedMixer
+from algorithms.attention.levels import LevelSizes, LevelViews
+from algorithms.attention.memory import DraftMemory, Levels
 from algorithms.drafting.sampled_tree import SampledTree
 from algorithms.drafting.tree_shape import TreeShape
+from algorithms.models.layers import Mixer
 from specdec_kernels.tree import mask_words
 
-RunLevel = Callable[[Tensor, Tensor | None, PagedMixer], Tensor]
+RunLevel = Callable[[Tensor, Tensor | None, Mixer], Tensor]
 """(tokens [B, T], parents [B, T] columns of the level before, mixer) -> logits [B, T, V] after each token. The
 first level hangs on column 0. In a chain there is one column and no parents."""
 
@@ -36,21 +37,21 @@ class TreeDrafter:
     an id of the drafter to give the target's; None adds nothing. `sampled` None takes the most likely tokens."""
 
     shape: TreeShape
-    cache: KVCache
+    memory: DraftMemory
     resources: Resources
     base: int = 0
     vocabulary: Tensor | None = None
     sampled: SampledTree | None = None
 
     def limited(self, num_nodes: int) -> TreeDrafter:
-        """The drafter of trees of fewer nodes, over the same cache. A sampled tree keeps its shape."""
+        """The drafter of trees of fewer nodes, over the same memory. A sampled tree keeps its shape."""
         return self if self.sampled is not None else replace(self, shape=self.shape.limited(num_nodes))
 
-    def chain_mixers(self, batch: Batch) -> PagedLevels:
+    def chain_mixers(self, batch: Batch) -> Levels:
         """Mixers for the tokens of a chain, one a forward: node 0 and the last draft only where node 0 is stored."""
-        return PagedLevels(batch, self.cache, self.resources, self.shape.max_depth - 1 + 2 * self.base)
+        return self.memory.levels(batch, LevelSizes(self.shape.max_depth - 1 + 2 * self.base))
 
-    def chain(self, batch: Batch, logits: Tensor, run: RunLevel, mixers: PagedLevels | None = None) -> DraftTree:
+    def chain(self, batch: Batch, logits: Tensor, run: RunLevel, mixers: Levels | None = None) -> DraftTree:
         """Draft a chain from `logits [B, V]` after the last token; `mixers` are `chain_mixers(batch)`."""
         levels = mixers or self.chain_mixers(batch)
         if self.sampled is not None:
@@ -87,13 +88,12 @@ class TreeDrafter:
             batch, logits, run_level, self.shape, masks, self.resources.impl, base=self.base, vocabulary=self.vocabulary
         )
 
-    def _tree_mixers(self, batch: Batch, masks: list[Tensor]) -> PagedLevels:
+    def _tree_mixers(self, batch: Batch, masks: list[Tensor]) -> Levels:
         depths = None
-        if any(self.cache.config.sliding_windows):
+        if self.memory.windowed:
             depths = [self._depths(batch, level) for level in range(len(masks))]
-        return PagedLevels(
-            batch, self.cache, self.resources, len(masks), self.shape.topk, self.base, masks=masks, depths=depths
-        )
+        sizes = LevelSizes(len(masks), self.shape.topk, self.base)
+        return self.memory.levels(batch, sizes, LevelViews(masks, depths))
 
     def _depths(self, batch: Batch, level: int) -> tuple[Tensor, Tensor]:
         """Depths [B, M] of the slots written once `level` has run, and [B, T] of its tokens, for sliding windows."""

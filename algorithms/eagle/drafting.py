@@ -140,14 +140,12 @@ class PEagle(Eagle3):
         next tokens that are observed."""
         import torch
 
-        from algorithms.attention.paged_attention import PagedMixer
-
         states = self._kept.read(batch.slots)[:, None]
         if depth > 1:
             rows, count = len(states), depth - 1
             tokens = batch.last_tokens.new_full((rows, count), self._mask_token)
             positions = batch.lengths[:, None] + self._offsets[:count]
-            mixer = PagedMixer.over(batch, positions, self._cache, self._resources, phase="draft")
+            mixer = self._memory.chained(batch, positions)
             masks = self._mask_feature.repeat(rows, count, 1)
             states = torch.cat([states, self._drafter(tokens, masks, mixer)], 1)
         return self._drafter.logits(states)

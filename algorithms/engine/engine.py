@@ -34,6 +34,7 @@ from algorithms.engine.scheduler import Decode, Scheduler, tiles_of
 from algorithms.engine.session import Generation, Launched, Session, StepReport
 from algorithms.engine.settings import RuntimeSettings
 from algorithms.models.config import DecoderConfig
+from algorithms.models.linear.config import LinearConfig
 from algorithms.models.loading import Target
 from algorithms.parallel.collectives import from_rank_0, parallel
 from algorithms.step.adaptive import Sizing, StepCosts
@@ -44,6 +45,7 @@ from algorithms.step.prefill import Prefiller
 from algorithms.step.prefill_batch import PASS_ROWS, PrefillBatch, tile_counts
 from algorithms.step.runner import Capture, StepRunner, buckets
 from algorithms.step.sampling_params import SamplingNeeds
+from specdec_kernels import CHUNK
 
 _MATRIX_ROWS = 64
 """Rows that fill a tile of the matrix unit."""
@@ -273,12 +275,20 @@ def _separate_prefills(parts: StepParts, settings: RuntimeSettings, longest: int
     """Chunks that come before a step, in ascending order of size; requests have up to `longest` tokens."""
     config, device = parts.resources.target.config, parts.resources.device
     tile = settings.prefill_tile
+    if tile is None and _in_chunks(config, settings):
+        tile = CHUNK
     if tile is None:
         tile = _narrow(config, device) if longest <= _SHORT_REQUEST else default_tile(config, device)
     tile = min(tile, settings.prefill_chunk)
     # No prefill is larger than all rows together.
     most = min(settings.prefill_chunk // tile, settings.max_batch * tiles_of(longest, tile))
     return [PrefillBatch(parts, size, tile) for size in tile_counts(most, dense=PASS_ROWS // tile)]
+
+
+def _in_chunks(config: DecoderConfig, settings: RuntimeSettings) -> bool:
+    """Whether linear attention takes prompts through chunks of `CHUNK` tokens: then all tiles are one, so that segments
+    end between chunks, and the states of a text do not depend on the prefill schedule."""
+    return not settings.deterministic and any(isinstance(kind, LinearConfig) for kind in config.mixings)
 
 
 def _narrow(config: DecoderConfig, device: torch.device) -> int:
@@ -292,7 +302,8 @@ def _mixed_prefills(parts: StepParts, settings: RuntimeSettings, largest: Prefil
     steps. If steps differ in size, every second one between the smallest and the largest is left out: each is
     captured with each size of a step. The smallest is the one that may need no further pass over the weights."""
     config, device = parts.resources.target.config, parts.resources.device
-    tile = largest.tile if settings.prefill_tile else min(largest.tile, _narrow(config, device))
+    fixed = settings.prefill_tile is not None or _in_chunks(config, settings)
+    tile = largest.tile if fixed else min(largest.tile, _narrow(config, device))
     least, most = (max(1, min(largest.size * largest.tile, tokens) // tile) for tokens in _MIXED_TOKENS)
     sizes = [size for size in tile_counts(most) if size >= least]
     if parts.sizing is not None:

@@ -203,6 +203,18 @@ ARCHITECTURES = {
         mixings=LinearRule(),
         mtp_prefix="mtp.",
     ),
+    "qwen3_next": Architecture(
+        "Qwen3NextForCausalLM",
+        qk_norm=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        rotary_share=0.25,
+        gated_attention=True,
+        norm_offset=True,
+        mixings=LinearRule(),
+        mlps=QwenRule(gated_shared=True),
+        mtp_prefix="mtp.",
+    ),
     "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM",
         qk_norm=True,

@@ -43,7 +43,7 @@ class MTP(FeatureDrafter):
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:
         from algorithms.mtp.loading import read_mtp
 
-        _, head, _ = read_mtp(draft_path, target, config.hidden_in, config.feedback)
+        head = read_mtp(draft_path, target, config.hidden_in, config.feedback).config
         cls.check_topk(config, head.decoder.vocab_size)
         return AttentionCalls(head.decoder, {"prefill": "chain", "draft": "chain" if config.topk == 1 else "tree"})
 

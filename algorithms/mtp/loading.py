@@ -4,23 +4,38 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from algorithms.models.architectures import find_architecture
 from algorithms.models.config import DecoderConfig
+from algorithms.models.config_keys import nested
 from algorithms.models.folder import ModelError, resolve_folder
+from algorithms.models.latent.config import LatentConfig
 from algorithms.models.layers import RMSNorm
 from algorithms.models.loading import speculators
 from algorithms.models.loading import target as loading
 from algorithms.models.loading.stored import check_layers, stored_tensors
 from algorithms.models.loading.weights import load_weights
 from algorithms.mtp.config import MTPConfig
-from algorithms.mtp.formats import BY_MODEL_TYPE, Family, family_of
+from algorithms.mtp.formats import BY_MODEL_TYPE, LAYERS, Family, family_of
 from algorithms.mtp.model import MTPHead
 
-LAYERS = "mtp_layers."
-UNSUPPORTED = ("final_logit_softcapping", "draft_vocab_size")
-COUNT_KEY = "num_nextn_predict_layers"
+UNSUPPORTED = ("final_logit_softcapping", "draft_vocab_size", "mtp_use_dedicated_embeddings")
+COUNT_KEYS = COUNT_KEY, *_ = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+TARGETS_PREFIX = "target."
+"""What is put before the names of tensors that are not the head's: both may have an LM head."""
+
+
+class MTPFolder(NamedTuple):
+    """A head that fits its target, before its weights are read."""
+
+    path: Path
+    config: MTPConfig
+    family: Family
+    names: frozenset[str]
+    """Of its tensors, as in `MTPHead`."""
 
 
 def load_mtp(
@@ -33,23 +48,26 @@ def load_mtp(
 ) -> MTPHead:
     """Load the head in `path`, or in the target's folder if None, and bind it to `target`. `hidden_in` and `feedback`
     win over the family's. ModelError names what does not fit."""
-    folder, config, family = read_mtp(path, target, hidden_in, feedback)
+    folder, config, family, names = read_mtp(path, target, hidden_in, feedback)
     with torch.device("meta"):
-        head = MTPHead(config, target.config.num_layers)
-    others = {name for name in stored_tensors(folder) if not name.startswith(family.prefix)}
-    load_weights(
-        head,
-        folder,
-        device,
-        dtype,
-        ignored=others,
-        rename=lambda name: name.replace(family.prefix, LAYERS, 1),
-        weight_format=loading.read_weight_format(folder, loading.read_config(folder)),
-    )
+        head = MTPHead(
+            config,
+            target.config.num_layers,
+            own_embedding="embed_tokens.weight" in names,
+            own_head="lm_head.weight" in names,
+        )
+
+    def rename(name: str) -> str:
+        return family.renamed(name) if name.startswith(family.prefix) else TARGETS_PREFIX + name
+
+    others = {name for name in stored_tensors(folder, rename) if name.startswith(TARGETS_PREFIX)}
+    weight_format = loading.read_weight_format(folder, loading.read_config(folder))
+    load_weights(head, folder, device, dtype, ignored=others, rename=rename, weight_format=weight_format)
     for module in head.modules():
         if isinstance(module, RMSNorm) and config.norm_offset:
             module.weight.add_(config.norm_offset)
     head.bind(target.model)
+    loading.drop_copies(head, target.model)
     return head
 
 
@@ -58,24 +76,27 @@ def read_mtp(
     target: loading.TargetFolder,
     hidden_in: str | None = None,
     feedback: str | None = None,
-) -> tuple[Path, MTPConfig, Family]:
-    """Folder, config and family of a head that fits `target`, see `load_mtp`; no weights are read."""
+) -> MTPFolder:
+    """A head that fits `target`, see `load_mtp`; no weights are read."""
     folder = target.path if path is None else resolve_folder(path)
     raw = loading.read_config(folder)
-    flat = loading.parse_config(folder, raw, speculators.flatten)
-    family, names = family_of(flat), sorted(stored_tensors(folder))
-    if family is None or not any(name.startswith(family.prefix) for name in names):
-        heads = ", ".join(f"tensors {each.prefix}* of model_type {key}" for key, each in BY_MODEL_TYPE.items())
+    flat = loading.parse_config(folder, raw, lambda raw: {**(flat := speculators.flatten(raw)), **_text(flat)})
+    stored = sorted(stored_tensors(folder))
+    family = family_of(flat)
+    if family is not None:
+        family = family.of_target(target.config.num_layers)
+    if family is None or not any(name.startswith(family.prefix) for name in stored):
+        heads = ", ".join(f"{each.prefix}* of {key}" for key, each in BY_MODEL_TYPE.items())
         raise ModelError(
             "the target has no MTP head" if path is None else "this is not an MTP head",
             where=folder,
-            expected=f"{heads}, or a folder of speculators with speculators_model_type mtp",
-            actual=f"model_type {flat.get('model_type')}, {len(names)} tensors, none of an MTP head",
+            expected=f"tensors {heads}, or a folder of speculators with speculators_model_type mtp",
+            actual=f"model_type {flat.get('model_type')}, {len(stored)} tensors, none of an MTP head",
             fix="use a target with an MTP head, give one as model.draft_path, or take another algorithm",
         )
-    count = len({name.removeprefix(family.prefix).split(".")[0] for name in names if name.startswith(family.prefix)})
-    check_layers(folder, names, family.prefix, int(flat.get(COUNT_KEY) or count), COUNT_KEY)
-    if "kind" in flat:
+    names = frozenset(family.renamed(name) for name in stored if name.startswith(family.prefix))
+    count = _count_layers(folder, flat, stored, family)
+    if "kind" in flat or flat.get(UNSUPPORTED[-1]):
         loading.refuse_extensions(folder, "MTP", flat, UNSUPPORTED)
     decoder = loading.parse_config(folder, flat, DecoderConfig.from_hf)
     loading.check_fit(
@@ -85,11 +106,58 @@ def read_mtp(
         vocab_size=(target.config.vocab_size, decoder.vocab_size),
     )
     loading.check_tokenizer(folder, target.path)
+    if "kind" in flat and find_architecture(decoder.architecture).norm_offset:
+        raise _unsupported(folder, "a layer whose norms are stored as weights", f"model_type {decoder.architecture}")
     config = MTPConfig(
-        decoder=replace(decoder, num_layers=count, sliding_windows=()),
+        decoder=_of_head(folder, decoder, names, count),
         first=family.first,
         hidden_in=hidden_in or family.hidden_in,
         feedback=feedback or family.feedback,
         norm_offset=family.norm_offset,
     )
-    return folder, config, family
+    return MTPFolder(folder, config, family, names)
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    return dict(nested(config, "text_config"))
+
+
+def _count_layers(folder: Path, flat: dict[str, Any], stored: list[str], family: Family) -> int:
+    said = next((int(flat[key]) for key in COUNT_KEYS if flat.get(key)), None)
+    if family.names is not None:
+        if said is not None and said != 1:
+            raise _unsupported(folder, f"one MTP layer with model_type {flat['model_type']}", f"{said} MTP layers")
+        return 1
+    count = len({name.removeprefix(family.prefix).split(".")[0] for name in stored if name.startswith(family.prefix)})
+    check_layers(folder, stored, family.prefix, said or count, COUNT_KEY)
+    return count
+
+
+def _of_head(folder: Path, decoder: DecoderConfig, names: frozenset[str], count: int) -> DecoderConfig:
+    """The shape of the head's layers: of the target's kinds, as the tensors say which. Configs do not."""
+    first = f"{LAYERS}0."
+    if any(name.startswith(f"{first}linear_attn.") for name in names):
+        raise _unsupported(folder, "attention or latent attention in the MTP layer", "linear attention")
+    latent = next((kind for kind in decoder.mixings if isinstance(kind, LatentConfig)), None)
+    if f"{first}self_attn.kv_a_proj_with_mqa.weight" not in names:
+        latent = None
+    experts = next((kind for kind in decoder.mlps if kind is not None), None)
+    if f"{first}mlp.gate.weight" not in names:
+        experts = None
+    return replace(
+        decoder,
+        num_layers=count,
+        sliding_windows=(),
+        mixings=() if latent is None else (latent,) * count,
+        mlps=() if experts is None else (experts,) * count,
+    )
+
+
+def _unsupported(folder: Path, expected: str, actual: str) -> ModelError:
+    return ModelError(
+        "this MTP head is not supported",
+        where=folder,
+        expected=expected,
+        actual=actual,
+        fix="give another head as model.draft_path, or take another algorithm",
+    )

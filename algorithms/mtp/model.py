@@ -4,7 +4,8 @@
     h_{p+1} = final_layernorm(layer(x)),    logits of x_{p+2} = target's LM head of h_{p+1}
 
 Level i of a draft runs layer i mod n of n. Every layer stores every row, with the feature that its level reads.
-Parameter names are those of MiMo and speculators. Origin: DeepSeek-V3 (arXiv 2412.19437).
+Parameter names are those of MiMo and speculators; `formats` turns others
+into these. Origin: DeepSeek-V3 (arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ class MTPLayer(DecoderLayer):
 
 
 class MTPHead(FeatureHead):
-    """The head with the target's embedding and LM head."""
+    """The head. Where it has no embedding or LM head of its own, the target's."""
 
-    def __init__(self, config: MTPConfig, num_target_layers: int) -> None:
-        super().__init__(config.decoder, own_embedding=False)
+    def __init__(
+        self, config: MTPConfig, num_target_layers: int, own_embedding: bool = False, own_head: bool = False
+    ) -> None:
+        super().__init__(config.decoder, own_embedding)
+        decoder = config.decoder
+        self.lm_head = nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False) if own_head else None
         self.config = config
         self.target_layers = (num_target_layers - 1,) if config.hidden_in == RAW else ()
         self.mtp_layers = nn.ModuleList(MTPLayer(config.decoder) for _ in range(config.decoder.num_layers))
@@ -76,4 +81,4 @@ class MTPHead(FeatureHead):
     def logits(self, hidden: Tensor) -> Tensor:
         if self.config.feedback == RAW:
             hidden = self._layers[0].final_layernorm(hidden)
-        return self.target.logits(hidden)
+        return self.target.logits(hidden) if self.lm_head is None else project(self.lm_head, hidden, self.impl)

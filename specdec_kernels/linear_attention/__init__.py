@@ -5,9 +5,17 @@ before the draft and keeps no state of a node; the commit repeats the accepted p
 decoding, verification and commit, so the state has the same bits for any split of a text into calls.
 """
 
-from specdec_kernels.linear_attention.api import commit_delta_rule, delta_rule, delta_rule_inputs, gated_rms_norm
-from specdec_kernels.linear_attention.paths import accepted_paths, chain_paths, prompt_paths, tree_paths
+from specdec_kernels.linear_attention.api import (
+    commit_delta_rule,
+    delta_rule,
+    delta_rule_chunks,
+    delta_rule_inputs,
+    gated_rms_norm,
+)
+from specdec_kernels.linear_attention.paths import accepted_paths, chain_paths, chunk_paths, prompt_paths, tree_paths
 from specdec_kernels.linear_attention.types import (
+    CHUNK,
+    Chunks,
     DeltaInputs,
     DeltaState,
     DeltaWeights,
@@ -16,6 +24,8 @@ from specdec_kernels.linear_attention.types import (
 )
 
 __all__ = [
+    "CHUNK",
+    "Chunks",
     "DeltaInputs",
     "DeltaState",
     "DeltaWeights",
@@ -23,8 +33,10 @@ __all__ = [
     "RowLinks",
     "accepted_paths",
     "chain_paths",
+    "chunk_paths",
     "commit_delta_rule",
     "delta_rule",
+    "delta_rule_chunks",
     "delta_rule_inputs",
     "gated_rms_norm",
     "prompt_paths",

@@ -9,7 +9,8 @@ Row r of a value head has query q, key k (of its key head) and value v, a decay 
 
 Equations and roundings are those of transformers' Qwen3-Next and Qwen3.5, but beta stays float32. States are float32.
 A state passes through the rows of a path one after another, by the same operations in every call: the outputs of a row
-and the state after it have the same bits in a prompt, in decoding, in a chain, in a tree and in a commit.
+and the state after it have the same bits in a prompt, in decoding, in a chain, in a tree and in a commit. Only
+`delta_rule_chunks` differs in bits: it takes prompts through whole chunks at once.
 
 `impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or size
 does not fit, and RuntimeError for `impl="triton"` where no kernel can run. Tensors are contiguous where not said
@@ -23,7 +24,15 @@ from torch import Tensor
 
 from specdec_kernels.checks import expect_between, expect_dtype, expect_shape, expect_tensors
 from specdec_kernels.launch import dispatch
-from specdec_kernels.linear_attention.types import DeltaInputs, DeltaState, DeltaWeights, Paths, RowLinks
+from specdec_kernels.linear_attention.types import (
+    CHUNK,
+    Chunks,
+    DeltaInputs,
+    DeltaState,
+    DeltaWeights,
+    Paths,
+    RowLinks,
+)
 
 MAX_HEAD_DIM = 256
 MAX_TAPS = 8
@@ -77,18 +86,49 @@ def delta_rule_inputs(
     return out
 
 
-def delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, *, impl: str = "auto") -> Tensor:
+def delta_rule(
+    inputs: DeltaInputs, paths: Paths, state: DeltaState, *, out: Tensor | None = None, impl: str = "auto"
+) -> Tensor:
     """[R, HV, dv] in the dtype of `inputs.raw`: outputs of the rows of one layer, zeros where a row has no owner.
 
     The state is read, and written where `paths.ends` names a slot. No slot may end two paths, and a slot that ends a
-    path may start no other.
+    path may start no other. `out` is returned if given, and rows without an owner keep what it holds.
     """
     heads = _check_state(state, inputs.raw.shape[-1], inputs.raw.dtype)
     _check_inputs(inputs, inputs.raw.shape[:1], inputs.raw.shape[-1], heads)
     _check_paths(paths, inputs.raw)
     if paths.owners is None:
         raise ValueError("owners: expected the path that writes each row, got None")
-    out: Tensor = dispatch("delta_rule", __package__, impl, inputs.raw)(inputs, paths, state)
+    if out is not None:
+        expect_tensors({"raw": inputs.raw}, out=(out, (len(inputs.raw), heads, state.ssm.shape[3]), inputs.raw.dtype))
+    found: Tensor = dispatch("delta_rule", __package__, impl, inputs.raw)(inputs, paths, state, out)
+    return found
+
+
+def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState, *, impl: str = "auto") -> Tensor:
+    """[R, HV, dv] in the dtype of `inputs.raw`: outputs of the rows of whole chunks of one layer, zeros elsewhere.
+
+    The same function of a chunk as `delta_rule`, by matrix products over its rows: sums have another order, so outputs
+    and states have other bits. R is a multiple of `CHUNK`. The state is read, and written at the end of segments with
+    chunks; no slot may end two segments, and a slot that ends a segment may start no other.
+    """
+    rows, channels = inputs.raw.shape[-2:]
+    heads = _check_state(state, channels, inputs.raw.dtype)
+    _check_inputs(inputs, (rows,), channels, heads)
+    if rows % CHUNK:
+        raise ValueError(f"inputs: expected a multiple of {CHUNK} rows, got {rows}")
+    expect_shape("first", chunks.first, (None,))
+    count = len(chunks.first)
+    expect_tensors(
+        {"raw": inputs.raw},
+        first=(chunks.first, (count,), torch.int32),
+        counts=(chunks.counts, (count,), torch.int32),
+        starts=(chunks.starts, (count,), torch.int64),
+        ends=(chunks.ends, (count,), torch.int64),
+        whole=(chunks.whole, (rows // CHUNK,), torch.int32),
+    )
+    run = dispatch("delta_rule_chunks", __package__, impl, inputs.raw, "kernel_chunks")
+    out: Tensor = run(inputs, chunks, state)
     return out
 
 

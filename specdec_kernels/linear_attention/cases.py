@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specdec_kernels.attention import mask_paths
 from specdec_kernels.cases import Comparison, Maker, WorkModel, bytes_of, case_of
-from specdec_kernels.linear_attention.paths import accepted_paths, chain_paths, prompt_paths, tree_paths
-from specdec_kernels.linear_attention.types import DeltaInputs, DeltaState, DeltaWeights, Paths, RowLinks
+from specdec_kernels.linear_attention.paths import accepted_paths, chain_paths, chunk_paths, prompt_paths, tree_paths
+from specdec_kernels.linear_attention.types import CHUNK, DeltaInputs, DeltaState, DeltaWeights, Paths, RowLinks
 from specdec_kernels.tree import build_tree
 
 Heads = tuple[int, int, int, int]
@@ -118,6 +118,28 @@ def commit(
     )
 
 
+def chunks(
+    make: Maker, counts: tuple[int, ...], heads: Heads = _SMALL, taps: int = 4, kind: str = "random"
+) -> dict[str, Any]:
+    """Segments of `counts` tokens, every other one at the beginning of its text; the second is padding where there are
+    several. `kind`: random, repeated (the same key in all rows, and hardly any decay) or forgotten (a decay of 0)."""
+    slots = len(counts) + 3
+    sizes = [max(1, -(-count // CHUNK)) * CHUNK for count in counts]
+    firsts = make.tensor([sum(sizes[:place]) for place in range(len(counts))], torch.int64)
+    starts = make.tensor([CHUNK * (place % 2) for place in range(len(counts))], torch.int64)
+    given = make.tensor(counts, torch.int32)
+    _, plan, _ = chunk_paths(make_slots(make, len(counts), slots), starts, given, firsts, sum(sizes))
+    inputs = make_inputs(make, heads, sum(sizes))
+    if kind == "repeated":
+        keys = slice(heads[0] * heads[2], 2 * heads[0] * heads[2])
+        inputs.mixed[:, keys] = torch.nn.functional.normalize(inputs.mixed[:1, keys], dim=1)
+        inputs.decay.fill_(0.999)
+        inputs.beta.fill_(0.98)
+    if kind == "forgotten":
+        inputs.decay[5::17] = 0
+    return dict(inputs=inputs, chunks=plan, state=make_state(make, heads, slots, taps))
+
+
 def norm(make: Maker, rows: int, heads: int, dim: int, scale: float = 1.0, strided: bool = False) -> dict[str, Any]:
     gate = make.normal(rows, 2 * heads * dim, scale=scale)[:, : heads * dim]
     gate = gate if strided else gate.contiguous()
@@ -139,6 +161,16 @@ def _rule_work(inputs: dict[str, Any]) -> tuple[int, int]:
     return moved + rows * state.ssm.shape[1] * state.ssm.shape[3] * given.raw.element_size(), 7 * rows * size
 
 
+def _chunks_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """The state is read and written once for each segment, the inputs once and the outputs written once."""
+    given, state, rows = inputs["inputs"], inputs["state"], CHUNK * int(inputs["chunks"].whole.sum())
+    _, heads, dk, dv = state.ssm.shape
+    segments = int((inputs["chunks"].counts > 0).sum())
+    moved = 8 * segments * heads * dk * dv + rows * 4 * (given.mixed.shape[1] + 2 * heads)
+    products = CHUNK * (4 * dk + 2 * dv) + 6 * dk * dv + CHUNK * 2 * (dk + dv)
+    return moved + rows * heads * dv * given.raw.element_size(), rows * heads * products
+
+
 def _commit_work(inputs: dict[str, Any]) -> tuple[int, int]:
     """The states of requests with a path are read and written once, the inputs of its rows read once."""
     given, state, counts = inputs["inputs"], inputs["state"], inputs["paths"].counts
@@ -154,6 +186,7 @@ def _norm_work(inputs: dict[str, Any]) -> tuple[int, int]:
 WORK: dict[str, WorkModel] = {
     "delta_rule_inputs": _inputs_work,
     "delta_rule": _rule_work,
+    "delta_rule_chunks": _chunks_work,
     "commit_delta_rule": _commit_work,
     "gated_rms_norm": _norm_work,
 }
@@ -161,6 +194,7 @@ COMPARISON = Comparison(float64=True)
 
 _inputs = partial(case_of, "delta_rule_inputs", inputs_of)
 _rule = partial(case_of, "delta_rule", rule)
+_chunks = partial(case_of, "delta_rule_chunks", chunks)
 _commit = partial(case_of, "commit_delta_rule", commit)
 _norm = partial(case_of, "gated_rms_norm", norm)
 _BENCH: dict[str, Any] = dict(bench=True, tags=("large",), heads=_QWEN)
@@ -191,6 +225,15 @@ CASES = (
     _rule("rule_8x16", "eight chains of sixteen nodes", "chain", 8, 16, **_BENCH),
     _rule("rule_8x32_tree", "eight trees of 32 nodes", "tree", 8, 32, **_BENCH),
     _rule("rule_prompt_1024", "segments of up to 1024 tokens", "prompt", 4, 512, **_BENCH),
+    _chunks("chunks_none", "segments without a whole chunk", (0, 5, 63)),
+    _chunks("chunks_segments", "starts, padding, and chunks after which rows are left", (64, 130, 200, 33)),
+    _chunks("chunks_two_taps", "a convolution of another width", (70,), taps=2),
+    _chunks("chunks_wide_keys", "keys wider than values, and one key head", (128,), heads=(1, 3, 20, 7)),
+    _chunks("chunks_repeated", "powers of the matrix of a chunk whose keys are the same", (64,), kind="repeated"),
+    _chunks("chunks_forgotten", "the logarithm of a decay of zero", (128,), kind="forgotten"),
+    _chunks("chunks_shipped", "registers", (64,), **_SHIPPED),
+    _chunks("chunks_2048", "a prompt of 2048 tokens", (2048,), **_BENCH),
+    _chunks("chunks_8x512", "eight prompts of 512 tokens", (512,) * 8, **_BENCH),
     _commit("commit_empty", "launch on an empty grid", 0, 4, 3),
     _commit("commit_one", "one node", 1, 1, 1),
     _commit("commit_tree", "paths without nodes, padding, and paths shorter than the convolution", 6, 9, 5),

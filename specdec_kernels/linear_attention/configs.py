@@ -13,9 +13,15 @@ class DeltaConfig:
     values: int = 32  # columns of the state of a program of the recurrence
     tail_block: int = 1024  # channels of a program that keeps inputs of the convolution
     norm_rows: int = 8  # heads of a program of the gated norm
+    part: int = 64  # keys of a row that one product of a chunk takes
+    chunk_warps: int = 4  # of a program of one chunk
+    chunk_values: int = 16  # columns of the state of a program that takes it through chunks
+    precision: str = "tf32x3"  # of the products of chunks; those of float32 models are float32
 
 
 # The interpreter's time goes with programs, not lanes.
 CONFIGS = dict.fromkeys(CHIPS, DeltaConfig()) | {
-    "interpreter": DeltaConfig(input_rows=256, values=256, tail_block=1 << 14, norm_rows=1024)
+    "sm80": DeltaConfig(part=16, chunk_warps=8),
+    "gfx942": DeltaConfig(precision="ieee"),
+    "interpreter": DeltaConfig(input_rows=256, values=256, chunk_values=256, tail_block=1 << 14, norm_rows=1024),
 }

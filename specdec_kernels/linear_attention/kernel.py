@@ -260,7 +260,7 @@ def delta_rule_inputs(
     qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, state: DeltaState, links: RowLinks, out: DeltaInputs
 ) -> None:
     """See `specdec_kernels.linear_attention.delta_rule_inputs`, which has checked the arguments."""
-    _refuse_float64(qkv)
+    refuse_float64(qkv)
     rows, (heads, dk, dv), groups = len(qkv), state.ssm.shape[-3:], key_heads(state)
     block = CONFIGS[current_chip(qkv)].input_rows
     launch(
@@ -278,10 +278,11 @@ def delta_rule_inputs(
     )
 
 
-def delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState) -> Tensor:
+def delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | None = None) -> Tensor:
     """See `specdec_kernels.linear_attention.delta_rule`, which has checked the arguments."""
     shape = (len(inputs.raw), state.ssm.shape[1], state.ssm.shape[3])
-    out = inputs.raw.new_empty(shape) if paths.complete else inputs.raw.new_zeros(shape)
+    if out is None:
+        out = inputs.raw.new_empty(shape) if paths.complete else inputs.raw.new_zeros(shape)
     one = DeltaState(*(each[None] for each in state))
     _follow(DeltaInputs(*(each[None] for each in inputs)), paths, one, out)
     return out
@@ -294,7 +295,7 @@ def commit_delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState) -> N
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `specdec_kernels.linear_attention.gated_rms_norm`, which has checked the arguments."""
-    _refuse_float64(x)
+    refuse_float64(x)
     out, (rows, heads, dim) = torch.empty_like(x), x.shape
     block = CONFIGS[current_chip(x)].norm_rows
     launch(
@@ -312,9 +313,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 def _follow(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | None) -> None:
     """Take the states of L layers along each path; `out` is for one layer."""
-    _refuse_float64(inputs.raw)
+    refuse_float64(inputs.raw)
     layers, slots, heads, dk, dv = state.ssm.shape
-    config, (rows, channels) = CONFIGS[current_chip(inputs.raw)], inputs.raw.shape[1:]
+    config, rows = CONFIGS[current_chip(inputs.raw)], inputs.raw.shape[1]
     values = min(config.values, lanes(dv))
     launch(
         _rule_kernel,
@@ -328,13 +329,19 @@ def _follow(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | 
         BLOCK_K=lanes(dk),
         BLOCK_V=values,
     )
-    if paths.ends is None:
-        return
+    if paths.ends is not None:
+        keep_inputs(inputs.raw, paths, state)
+
+
+def keep_inputs(raw: Tensor, paths: Paths, state: DeltaState) -> None:
+    """Keep the last inputs of the convolution of each path; `raw` is [L, R, C]."""
+    (rows, channels), (layers, slots) = raw.shape[1:], state.ssm.shape[:2]
+    config = CONFIGS[current_chip(raw)]
     block = min(config.tail_block, lanes(channels))
     launch(
         _tail_kernel,
         (len(paths.first), triton.cdiv(channels, block), layers),
-        *(inputs.raw, state.conv, *paths[:5], rows, slots),
+        *(raw, state.conv, *paths[:5], rows, slots),
         num_warps=4,
         C=channels,
         TAPS=state.conv.shape[2] + 1,
@@ -342,6 +349,6 @@ def _follow(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | 
     )
 
 
-def _refuse_float64(rows: Tensor) -> None:
+def refuse_float64(rows: Tensor) -> None:
     if rows.dtype == torch.float64:
         raise ValueError("rows: the kernels take float32, float16 and bfloat16, got float64; use impl='reference'")

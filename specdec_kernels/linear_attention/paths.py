@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.checks import expect_shape
-from specdec_kernels.linear_attention.types import Paths, RowLinks
+from specdec_kernels.linear_attention.types import CHUNK, Chunks, Paths, RowLinks
 
 
 def chain_paths(slots: Tensor, num_nodes: int) -> tuple[RowLinks, Paths]:
@@ -80,6 +80,39 @@ def prompt_paths(
     links = RowLinks(parents.int(), torch.where(padding, -1, begins[of_row]))
     counts = torch.where(slots < 0, 0, counts)
     return links, Paths(order, firsts.int(), counts, begins, slots, owners, complete=False)
+
+
+def chunk_paths(
+    slots: Tensor, starts: Tensor, counts: Tensor, firsts: Tensor, num_rows: int
+) -> tuple[RowLinks, Chunks, Paths]:
+    """`prompt_paths` of segments whose whole chunks go first, and the paths of the rows after these.
+
+    Chunks are at fixed places of a text, so the states of a text do not depend on its segments: they start at multiples
+    of `CHUNK` tokens of the text, and all but its last one have a multiple of them.
+
+    Args:
+        starts, firsts: multiples of `CHUNK`.
+        num_rows: a multiple of `CHUNK`.
+    """
+    links, paths = prompt_paths(slots, starts, counts, firsts, num_rows)
+    whole = paths.counts // CHUNK
+    chunks = Chunks(paths.first // CHUNK, whole, paths.starts, slots, _covered(paths.first // CHUNK, whole, num_rows))
+    assert paths.owners is not None
+    in_chunk = chunks.whole.repeat_interleave(CHUNK) > 0
+    rest = paths._replace(
+        first=paths.first + whole * CHUNK,
+        counts=paths.counts - whole * CHUNK,
+        starts=torch.where(whole > 0, slots, paths.starts),
+        owners=torch.where(in_chunk, -1, paths.owners),
+    )
+    return links, chunks, rest
+
+
+def _covered(first: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+    """[R / CHUNK] int32: whether a chunk is one of a segment's."""
+    chunk = torch.arange(num_rows // CHUNK, dtype=torch.int32, device=first.device)
+    inside = (chunk >= first[:, None]) & (chunk < (first + counts)[:, None])
+    return inside.any(0).int()
 
 
 def accepted_paths(slots: Tensor, nodes: Tensor, num_nodes: int) -> Paths:

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.linear_attention.api import key_heads
-from specdec_kernels.linear_attention.types import DeltaInputs, DeltaState, DeltaWeights, Paths, RowLinks
+from specdec_kernels.linear_attention.types import (
+    CHUNK,
+    LEAST_DECAY,
+    Chunks,
+    DeltaInputs,
+    DeltaState,
+    DeltaWeights,
+    Paths,
+    RowLinks,
+)
 
 _EPS = 1e-6
 
@@ -37,12 +46,44 @@ def delta_rule_inputs(
     out.raw.copy_(qkv)
 
 
-def delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState) -> Tensor:
+def delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | None = None) -> Tensor:
     """See `specdec_kernels.linear_attention.delta_rule`."""
     _, heads, _, dv = state.ssm.shape
-    out = inputs.raw.new_zeros((len(inputs.raw), heads, dv))
+    out = inputs.raw.new_zeros((len(inputs.raw), heads, dv)) if out is None else out
     _follow(inputs, paths, state, out)
     return out
+
+
+def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) -> Tensor:
+    """See `specdec_kernels.linear_attention.delta_rule_chunks`."""
+    groups, (heads, dk, dv) = key_heads(state), state.ssm.shape[1:]
+    out = inputs.raw.new_zeros((len(inputs.raw), heads, dv))
+    for first, count, start, end in zip(*(each.tolist() for each in chunks[:4]), strict=True):
+        if not count:
+            continue
+        s = state.ssm[start] if start >= 0 else torch.zeros_like(state.ssm[0])
+        for chunk in range(first, first + count):
+            rows = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+            heads_of = (_heads(mixed, groups, dk, heads) for mixed in inputs.mixed[rows])
+            q, k, v = (torch.stack(each, 1) for each in zip(*heads_of, strict=True))
+            o, s = _chunk(q, k, v, inputs.decay[rows].T, inputs.beta[rows].T, s)
+            out[rows] = o.transpose(0, 1).to(out.dtype)
+        state.ssm[end] = s
+        state.conv[end] = inputs.raw[: (first + count) * CHUNK][-state.conv.shape[1] :]
+    return out
+
+
+def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and the state after a chunk, of all heads: q, k, v [HV, CHUNK, d], decay and beta [HV, CHUNK]."""
+    total = decay.clamp(min=LEAST_DECAY).log().cumsum(1)
+    gaps = (total[:, :, None] - total[:, None]).tril()
+    shares = gaps.exp().tril()
+    a = (beta[:, :, None] * shares * (k @ k.mT)).tril(-1)
+    known = beta[:, :, None] * (v - total.exp()[:, :, None] * (k @ s))
+    written = torch.linalg.solve_triangular(a, known, upper=False, unitriangular=True)
+    o = total.exp()[:, :, None] * (q @ s) + (shares * (q @ k.mT)) @ written
+    last = total[:, -1:]
+    return o, last.exp()[:, :, None] * s + ((last - total).exp()[:, :, None] * k).mT @ written
 
 
 def commit_delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState) -> None:

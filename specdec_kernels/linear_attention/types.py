@@ -10,6 +10,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+CHUNK = 64
+"""Rows of a chunk."""
+LEAST_DECAY = 1e-37
+"""Smaller decays count as this in chunks, which add their logarithms."""
+
 
 class DeltaWeights(NamedTuple):
     """Weights of one layer besides its projections and norm."""
@@ -54,3 +59,14 @@ class Paths(NamedTuple):
     )
     owners: Tensor | None = None  # [R] int32: the path that writes the output of a row, -1 for none
     complete: bool = True  # every row has an owner
+
+
+class Chunks(NamedTuple):
+    """The whole chunks of P segments of prompts, through which states pass before the other rows of the segments. Row r
+    of a call is in chunk r // CHUNK."""
+
+    first: Tensor  # [P] int32: number of a segment's first chunk
+    counts: Tensor  # [P] int32
+    starts: Tensor  # [P] int64: slot whose state the segment starts from, -1 for zeros
+    ends: Tensor  # [P] int64: slot that takes the state after the chunks, where there are any
+    whole: Tensor  # [R / CHUNK] int32: 1 where all rows are tokens of one segment

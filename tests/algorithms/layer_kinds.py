@@ -17,6 +17,7 @@ from tests.algorithms.toy import VOCAB, randomise
 LATENT = LatentConfig(latent=32, nope=12, rope=16, value=10, query_rank=24, interleaved=True)
 LINEAR = LinearConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=16, taps=4)
 EXPERTS = ExpertsConfig(num_experts=6, topk=2, width=24, renormalise=True)
+SHARED = ExpertsConfig(num_experts=5, topk=2, width=16, renormalise=True, gated_shared=40)
 GROUPED = ExpertsConfig(
     num_experts=8, topk=2, width=24, scoring="sigmoid", scale=1.5, groups=4, topk_groups=2, group_score="two_best",
     corrected=True, wide_router=True, shared=1,
@@ -26,6 +27,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "experts and latent": dict(mixings=(LATENT,) * 4, mlps=(GROUPED,) * 4),
     "linear and attention": dict(
         mixings=(LINEAR, LINEAR, None, LINEAR), gated_attention=True, architecture="qwen3_5_text"
+    ),
+    "linear, attention and experts": dict(
+        mixings=(LINEAR, None, LINEAR, LINEAR),
+        mlps=(SHARED, SHARED, None, SHARED),
+        gated_attention=True,
+        architecture="qwen3_next",
     ),
     "latent": dict(mixings=(LATENT,) * 4),
     "latent and attention": dict(mixings=(None, LATENT, LATENT, None), sliding_windows=(6, None, None, None)),

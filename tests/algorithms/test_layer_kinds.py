@@ -4,21 +4,25 @@ plain definition over whole texts writes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import specdec_kernels as kernels
+from algorithms.algorithm import Prompts
 from algorithms.dflash.drafting import DFlash
 from algorithms.engine.request import Request
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.linear import memory
 from algorithms.models.loading import Target, load_target
 from algorithms.models.tokenizer import Tokenizer
 from algorithms.step.sampling_params import SamplingParams
-from tests.algorithms.layer_kinds import KINDS, target_of
+from tests.algorithms.layer_kinds import KINDS, LINEAR, target_of
 from tests.algorithms.toy import Scripted, Setup, autoregressive, changed, requests, run
 
 PUBLISHED: dict[str, Any] = {
@@ -38,6 +42,12 @@ PUBLISHED: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 16,
     "v_head_dim": 8,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
 }
 TARGETS = {kind: target_of(kind) for kind in KINDS}
 
@@ -79,6 +89,39 @@ def test_drafts_do_not_change_the_text(kind: str, name: str) -> None:
         assert name == "kernels" or len({a for c in drafted.completions for a in c.accepted_counts}) > 2
 
 
+def test_prompts_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the prefill schedule, with the same outputs."""
+    target, chunks = TARGETS["linear and attention"], 0
+
+    def counted(inputs: Any, plan: Any, *call: Any, **how: Any) -> torch.Tensor:
+        nonlocal chunks
+        chunks += int(plan.whole.sum())
+        return kernels.delta_rule_chunks(inputs, plan, *call, **how)
+
+    monkeypatch.setattr(memory, "delta_rule_chunks", counted)
+    asked = [changed(each, prompt_ids=(each.prompt_ids * 60)[: 50 + 35 * each.id]) for each in requests(3, 5)]
+    setup = Setup(max_length=128, prefill_tile=64)
+    setups = [setup, replace(setup, prefill_chunk=64, max_batch=2, graph="step")]
+    written = [[c.token_ids for c in run(autoregressive(target), asked, each, target).completions] for each in setups]
+    assert written[0] == written[1] and chunks == 2 * 3 * 2  # of two prompts, in three layers, twice
+    for request, tokens in zip(asked, written[0], strict=True):
+        check_text(target, request, tokens)
+
+
+@pytest.mark.parametrize(("tile", "deterministic"), [(64, False), (64, True), (32, False), (128, False)])
+def test_prompts_by_the_recurrence(tile: int, deterministic: bool) -> None:
+    """With `deterministic`, and where tiles are no whole chunks."""
+    resources: Any = SimpleNamespace(
+        max_batch=2, device="cpu", dtype=torch.float32, impl="reference", deterministic=deterministic
+    )
+    kept = memory.StateMemory(TARGETS["linear and attention"].config, LINEAR, resources)
+    one = torch.zeros(1, dtype=torch.int64)
+    prompts = Prompts(slots=one, start=one, counts=one.int() + tile, last=one + tile - 1, width=tile)
+    batch: Any = None
+    (group,) = kept.tiles(batch, torch.zeros(1, tile, dtype=torch.int64), prompts.counts, prompts).groups
+    assert (group.chunks is not None) == (tile % 64 == 0 and not deterministic)
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_slot_is_used_again(kind: str) -> None:
     """A request after others, in their slots and pages, writes what it writes alone."""
@@ -116,6 +159,7 @@ def test_padding_runs_through_no_expert(monkeypatch: pytest.MonkeyPatch, kind: s
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
         ("deepseek_v3", {"n_group": 3}, "expected a divisor of 8 experts"),
         ("glm4_moe", {"mlp_layer_types": ["dense", "linear"]}, "mlp_layer_types: expected 4 of"),
+        ("qwen3_next", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
         ("deepseek_v3", {"kv_lora_rank": 40}, "expected multiples of 16"),
     ],
 )

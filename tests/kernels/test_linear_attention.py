@@ -12,6 +12,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from specdec_kernels.cases import Maker
 from specdec_kernels.linear_attention import (
+    CHUNK,
     DeltaInputs,
     DeltaState,
     DeltaWeights,
@@ -19,14 +20,16 @@ from specdec_kernels.linear_attention import (
     RowLinks,
     accepted_paths,
     chain_paths,
+    chunk_paths,
     commit_delta_rule,
     delta_rule,
+    delta_rule_chunks,
     delta_rule_inputs,
     gated_rms_norm,
     prompt_paths,
     tree_paths,
 )
-from specdec_kernels.linear_attention.cases import channels_of, inputs_of, make_state, make_weights, rule
+from specdec_kernels.linear_attention.cases import channels_of, chunks, inputs_of, make_state, make_weights, rule
 
 if torch.cuda.is_available():
     pytest.skip("these run on the CPU, where reference and interpreter can be compared", allow_module_level=True)
@@ -171,6 +174,45 @@ def inputs_not_kept(runner: Runner) -> None:
         commit_delta_rule(inputs, paths, state._replace(conv=state.conv.clone()), impl=impl)
 
     runner.commit = commit
+
+
+def by_chunks(runner: Runner, text: Rows, slot: int, cuts: list[int]) -> Tensor:
+    """A text as segments that end at `cuts`, each with its whole chunks first."""
+    slots, found = torch.tensor([slot]), []
+    for start, end in zip([0, *cuts[:-1]], cuts, strict=True):
+        count, num_rows = end - start, max(1, -(-(end - start) // CHUNK)) * CHUNK
+        rows = tuple(runner.make.normal(num_rows, each.shape[1]) for each in text)
+        for part, whole in zip(rows, text, strict=True):
+            part[:count] = whole[start:end]
+        numbers = torch.tensor([start]), torch.tensor([count], dtype=torch.int32), torch.tensor([0])
+        links, chunks, rest = chunk_paths(slots, *numbers, num_rows)
+        inputs = delta_rule_inputs(*rows, runner.weights, runner.state, links, impl=runner.impl)
+        done = delta_rule_chunks(inputs, chunks, runner.state, impl=runner.impl)
+        found.append(delta_rule(inputs, rest, runner.state, out=done, impl=runner.impl)[:count])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("length", [40, 64, 149, 192])
+def test_chunks_are_the_recurrence_whatever_the_segments(impl: str, length: int) -> None:
+    """Outputs and states are the recurrence's up to roundings, and their bits do not depend on where segments end."""
+    runners = [Runner(impl) for _ in range(3)]
+    text = tuple(runners[0].make.normal(length, width) for width in (channels_of(HEADS), HEADS[1], HEADS[1]))
+    whole = by_chunks(runners[0], text, 2, [length])
+    cuts = [*range(CHUNK, length, CHUNK), length]
+    split = by_chunks(runners[1], text, 2, cuts)
+    (plain,) = runners[2].prompts([text], torch.tensor([2]), [0], [length], CHUNK)
+    assert torch.equal(whole, split)
+    assert all(torch.equal(*pair) for pair in zip(runners[0].state, runners[1].state, strict=True))
+    torch.testing.assert_close(whole, plain, rtol=1e-5, atol=1e-5)
+    for found, expected in zip(runners[0].state, runners[2].state, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_are_no_chunks_are_named() -> None:
+    inputs = chunks(Maker.seeded(), (64,))
+    short = DeltaInputs(*(each[:60] for each in inputs["inputs"]))
+    with pytest.raises(ValueError, match="inputs: expected a multiple of 64 rows, got 60"):
+        delta_rule_chunks(short, inputs["chunks"], inputs["state"])
 
 
 FAULTS = [stale_slot, double_commit, nodes_by_count, convolution_of_the_row_before, inputs_not_kept]

@@ -9,6 +9,7 @@ from typing import Any
 from algorithms.models.config_keys import nested, read_size, required
 
 DENSE, SPARSE = MLP_TYPES = ("dense", "sparse")
+SHARED_KEY = "shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class ExpertsConfig:
     """Of the activation, see `specdec_kernels.Activation`."""
     mxfp4: bool = False
     """Whether the matrices of the experts are stored, and stay, in MXFP4."""
+    gated_shared: int = 0
+    """Columns of an MLP that every token runs through, and whose output a gate multiplies; 0: there is none."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.topk <= self.num_experts:
@@ -64,7 +67,10 @@ def _only(config: Mapping[str, Any], key: str, expected: Any) -> None:
 
 @dataclass(frozen=True)
 class QwenRule:
-    """Qwen3-MoE: every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
+    """Qwen3-MoE, and Qwen3-Next (`gated_shared`): every `decoder_sparse_step`-th layer has experts, but for
+    `mlp_only_layers`."""
+
+    gated_shared: bool = False
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[ExpertsConfig | None, ...]:
         # transformers 5 writes num_local_experts, the published folders have num_experts.
@@ -74,6 +80,7 @@ class QwenRule:
             topk=read_size("num_experts_per_tok", required(config, "num_experts_per_tok")),
             width=read_size("moe_intermediate_size", required(config, "moe_intermediate_size")),
             renormalise=bool(required(config, "norm_topk_prob")),
+            gated_shared=read_size(SHARED_KEY, required(config, SHARED_KEY)) if self.gated_shared else 0,
         )
         step, dense = int(config.get("decoder_sparse_step", 1)), set(config.get("mlp_only_layers") or ())
         sparse = [layer not in dense and step > 0 and (layer + 1) % step == 0 for layer in range(num_layers)]
@@ -88,6 +95,7 @@ class QwenRule:
             "norm_topk_prob": experts.renormalise,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [index for index, layer in enumerate(layers) if layer is None],
+            **({SHARED_KEY: experts.gated_shared} if self.gated_shared else {}),
         }
 
 

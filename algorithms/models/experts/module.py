@@ -17,7 +17,7 @@ from algorithms.models.config import DecoderConfig
 from algorithms.models.experts.config import ExpertsConfig
 from algorithms.models.experts.training import imbalance, masked_expert_mlp
 from algorithms.models.folder import COPY_AGAIN, ModelError
-from algorithms.models.fusion import Fusable
+from algorithms.models.fusion import Fusable, project
 from algorithms.models.layers import MLP, SwiGLU
 
 _LARGEST_SCALE = 252
@@ -177,7 +177,7 @@ def _gates_first(x: Tensor) -> Tensor:
 
 
 class Experts(MLP):
-    """The weighted sum of the chosen experts, and the shared ones."""
+    """The weighted sum of the chosen experts, and shared ones or sigmoid(shared_expert_gate x) shared_expert(x)."""
 
     imbalance: Tensor | None = None
     """How unevenly the last forward with gradients chose, see `training.imbalance`."""
@@ -186,8 +186,10 @@ class Experts(MLP):
         super().__init__()
         kind = PackedExpertTensors if sizes.mxfp4 else BiasedExpertTensors if sizes.biased else ExpertTensors
         self.gate, self.experts = Router(config, sizes), kind(config, sizes)
-        shared = replace(config, intermediate_size=sizes.width * sizes.shared, mlp_bias=False) if sizes.shared else None
-        self.shared_experts = None if shared is None else SwiGLU(shared)
+        self.shared_experts = _shared(config, sizes.width * sizes.shared)
+        self.shared_expert = _shared(config, sizes.gated_shared)
+        gate = nn.Linear(config.hidden_size, 1, bias=False) if sizes.gated_shared else None
+        self.shared_expert_gate = gate
         self.routing = kernels.Routing(
             sizes.topk,
             sizes.scoring,
@@ -213,7 +215,7 @@ class Experts(MLP):
         logits, bias = self.gate(rows), self.gate.e_score_correction_bias
         routed = kernels.route_experts(logits, self.routing, bias, real, impl=impl)
         weights, activation = self.experts.weights, self.activation
-        shared = None if self.shared_experts is None else self.shared_experts(rows)
+        shared = self._shared(rows)
         if learns:
             self.imbalance = imbalance(logits, routed)
             out = masked_expert_mlp(rows, routed, weights)
@@ -221,3 +223,13 @@ class Experts(MLP):
         tile = kernels.row_tile_of(routed.experts, self.experts.num_experts)
         schedule = kernels.schedule_experts(routed.experts, self.experts.num_experts, tile, impl=impl)
         return kernels.expert_mlp(rows, routed, schedule, weights, activation, shared, impl=impl).view_as(x)
+
+    def _shared(self, rows: Tensor) -> Tensor | None:
+        if self.shared_expert is None or self.shared_expert_gate is None:
+            return None if self.shared_experts is None else self.shared_experts(rows)
+        gate = project(self.shared_expert_gate, rows, self.impl, self.batch_invariant)
+        return torch.sigmoid(gate) * self.shared_expert(rows)
+
+
+def _shared(config: DecoderConfig, width: int) -> SwiGLU | None:
+    return SwiGLU(replace(config, intermediate_size=width, mlp_bias=False)) if width else None

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algorithms.algorithm import Batch, Prompts, Resources
+from algorithms.algorithm import Batch, Observation, Prompts, Resources
+from algorithms.attention.levels import LevelSizes, LevelViews, level_rows
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.module import LATENT_EPS, LatentWeights, attention_scale, latent_rope_table
@@ -128,6 +129,24 @@ class LatentMemory:
         slots = token_slots(batch.page_table, lengths, counts, width, self.cache.page_size, impl=impl)
         flat = positions.flatten().contiguous()
         return LatentMixer(self.cache, slots.flatten(), flat, ((positions.shape, metadata),), flat, impl)
+
+    windowed = False
+
+    def following(self, seen: Observation) -> LatentMixer:
+        """See `algorithms.attention.memory.DraftMemory`."""
+        return self._over(seen.batch, seen.positions, seen.counts, None)
+
+    def chained(self, batch: Batch, positions: Tensor) -> LatentMixer:
+        return self._over(batch, positions, batch.active * positions.shape[1], None)
+
+    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> list[LatentMixer]:
+        impl = self._resources.impl
+        slots, positions, calls = level_rows(batch, sizes, views, self.cache.page_size, impl, self._scale)
+        shape = torch.Size((len(batch.lengths), sizes.width))
+        return [
+            LatentMixer(self.cache, slots[level], positions[level], ((shape, call),), positions[level], impl)
+            for level, call in enumerate(calls)
+        ]
 
     def joint(self, groups: Sequence[tuple[LatentMixer, Tensor]]) -> LatentMixer:
         mixers = [mixer for mixer, _ in groups]

@@ -18,6 +18,8 @@ from algorithms.models.config import DecoderConfig
 from algorithms.models.linear.config import LinearConfig
 from algorithms.models.linear.module import LinearInputs, empty_state, of_layer
 from specdec_kernels import (
+    CHUNK,
+    Chunks,
     Committed,
     DeltaInputs,
     DeltaState,
@@ -26,8 +28,10 @@ from specdec_kernels import (
     TreeLinks,
     accepted_paths,
     chain_paths,
+    chunk_paths,
     commit_delta_rule,
     delta_rule,
+    delta_rule_chunks,
     delta_rule_inputs,
     mask_paths,
     prompt_paths,
@@ -43,6 +47,8 @@ class Rows:
     links: RowLinks
     paths: Paths
     kept: DeltaInputs | None = None
+    chunks: Chunks | None = None
+    """Whole chunks of prompts, which go before `paths`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,10 @@ class LinearMixer:
             read = delta_rule_inputs(
                 qkv[rows], b[rows], a[rows], inputs.weights, state, group.links, out=kept, impl=self.impl
             )
-            found.append(delta_rule(read, group.paths, state, impl=self.impl))
+            done = None
+            if group.chunks is not None:
+                done = delta_rule_chunks(read, group.chunks, state, impl=self.impl)
+            found.append(delta_rule(read, group.paths, state, out=done, impl=self.impl))
             first += group.num_rows
         out = found[0] if len(found) == 1 else torch.cat(found)
         return out.unflatten(0, inputs.qkv.shape[:-1])
@@ -92,8 +101,13 @@ class StateMemory:
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> LinearMixer:
         slots = self._slot_of[prompts.slots]
         firsts = prompts.last - (prompts.counts - 1).clamp(min=0)
-        rows, paths = prompt_paths(slots, prompts.start, prompts.counts, firsts, positions.numel())
-        return self._mixer(slots, Rows(positions.numel(), rows, paths))
+        segments = (slots, prompts.start, prompts.counts, firsts, positions.numel())
+        # All tiles of a run have one width, and segments are of whole tiles: chunks are at fixed places of a text.
+        if self._resources.deterministic or positions.shape[1] % CHUNK:
+            rows, paths = prompt_paths(*segments)
+            return self._mixer(slots, Rows(positions.numel(), rows, paths))
+        rows, chunks, paths = chunk_paths(*segments)
+        return self._mixer(slots, Rows(positions.numel(), rows, paths, chunks=chunks))
 
     def joint(self, groups: Sequence[tuple[LinearMixer, Tensor]]) -> LinearMixer:
         return self._mixer(groups[0][0].slots, *(rows for mixer, _ in groups for rows in mixer.groups))

@@ -1,10 +1,11 @@
 """Projections around the gated delta rule, its gated norm, and its plain definition. Parameter names are those of
-Qwen3.5."""
+Qwen3.5; Qwen3-Next's are turned into these."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class LinearAttention(Mixing):
 
     def __init__(self, config: DecoderConfig, sizes: LinearConfig) -> None:
         super().__init__()
+        self.sizes = sizes
         hidden, values = config.hidden_size, sizes.value_heads * sizes.value_dim
         self.in_proj_qkv = nn.Linear(hidden, sizes.channels, bias=False)
         self.in_proj_z = nn.Linear(hidden, values, bias=False)
@@ -60,6 +62,20 @@ class LinearAttention(Mixing):
     def out(self) -> nn.Module:
         return self.out_proj
 
+    def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
+        """Qwen3-Next stores the projections of q, k, v and z in one tensor, and those of b and a in another: the rows
+        of each key head, with those of its value heads, one key head after another."""
+        sizes, repeat = self.sizes, self.sizes.value_heads // self.sizes.key_heads
+        values = repeat * sizes.value_dim
+        if (joint := stored.pop(f"{prefix}in_proj_qkvz.weight", None)) is not None:
+            q, k, v, z = _grouped_rows(sizes.key_heads, sizes.key_dim, sizes.key_dim, values, values)
+            total = len(q) + len(k) + len(v) + len(z)
+            stored[f"{prefix}in_proj_qkv.weight"] = joint.picked([*q, *k, *v], total)
+            stored[f"{prefix}in_proj_z.weight"] = joint.picked(z, total)
+        if (joint := stored.pop(f"{prefix}in_proj_ba.weight", None)) is not None:
+            for name, rows in zip("ba", _grouped_rows(sizes.key_heads, repeat, repeat), strict=True):
+                stored[f"{prefix}in_proj_{name}.weight"] = joint.picked(rows, 2 * sizes.value_heads)
+
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         qkv, z, b, a = (
             project(each, x, self.impl, self.batch_invariant)
@@ -71,6 +87,15 @@ class LinearAttention(Mixing):
         # Mixed precision has weights in float32.
         weight = self.norm.weight.to(mixed.dtype)
         return kernels.gated_rms_norm(mixed, gate, weight, self.norm.eps, impl=impl).view_as(z)
+
+
+def _grouped_rows(groups: int, *widths: int) -> list[list[int]]:
+    """The rows of each part of a tensor that holds, group after group, `widths` rows of the parts."""
+    step, starts = sum(widths), list(accumulate(widths, initial=0))
+    return [
+        [group * step + start + row for group in range(groups) for row in range(width)]
+        for start, width in zip(starts, widths, strict=False)
+    ]
 
 
 def empty_state(sizes: LinearConfig, layers: int, slots: int, dtype: torch.dtype, device: object) -> kernels.DeltaState:

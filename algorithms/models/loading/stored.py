@@ -51,6 +51,18 @@ class Stored:
         shape = (rows, *self.shape[1:])
         return self.changed(shape, lambda x: x[:rows]), self.changed(shape, lambda x: x[rows : 2 * rows])
 
+    def picked(self, rows: Sequence[int], total: int) -> Stored:
+        """These rows of `total`. Raises ModelError where the tensor has another number of rows."""
+        if self.shape[:1] != (total,):
+            raise ModelError(
+                f"tensor '{self.name}' has the wrong shape",
+                where=self.file,
+                expected=f"{total} rows, from config.json",
+                actual=list(self.shape),
+                fix="check that config.json and weights belong together",
+            )
+        return self.changed((len(rows), *self.shape[1:]), lambda x: x[torch.tensor(rows)])
+
     def joined(self, other: Stored) -> Stored:
         """The rows of this, then those of `other`. Raises ModelError where their rows differ in length or dtype."""
         self._check_sibling(other, other.shape[:1] + self.shape[1:])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.drafting import tree_drafter as tree_drafting
+from algorithms.attention.levels import LevelSizes, LevelViews
 from algorithms.drafting.tree_drafter import TreeDrafter, grow_tree
 from algorithms.drafting.tree_shape import TreeShape
 
@@ -25,9 +25,9 @@ def batch() -> Any:
 
 
 def drafter(shape: TreeShape, base: int = 0, needs_path_probs: bool = False, **changes: Any) -> TreeDrafter:
-    cache: Any = SimpleNamespace(config=SimpleNamespace(sliding_windows=(None, 8)))
+    memory: Any = SimpleNamespace(windowed=True, levels=Planned)
     resources: Any = SimpleNamespace(impl="reference", needs_path_probs=needs_path_probs)
-    return TreeDrafter(shape, cache, resources, base, **changes)
+    return TreeDrafter(shape, memory, resources, base, **changes)
 
 
 class Planned:
@@ -35,8 +35,8 @@ class Planned:
 
     latest: Planned
 
-    def __init__(self, batch: Any, cache: Any, resources: Any, count: int, *sizes: int, **tensors: Any) -> None:
-        self.count, self.sizes, self.tensors = count, sizes, tensors
+    def __init__(self, batch: Any, sizes: LevelSizes, views: LevelViews | None = None) -> None:
+        self.count, self.views = sizes.count, views
         self.used: list[int] = []
         Planned.latest = self
 
@@ -48,9 +48,8 @@ class Planned:
 
 @pytest.mark.parametrize("base", [0, 1])
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_a_chain_is_the_likeliest_token_behind_each(monkeypatch: pytest.MonkeyPatch, steps: int, base: int) -> None:
+def test_a_chain_is_the_likeliest_token_behind_each(steps: int, base: int) -> None:
     """All forwards that are planned are run: node 0 and the last draft by drafters that store node 0 alone."""
-    monkeypatch.setattr(tree_drafting, "PagedLevels", Planned)
     made = drafter(TreeShape.of(steps, 1, None), base, needs_path_probs=True)
     mixers: Any = made.chain_mixers(batch())
     ran: list[str] = []
@@ -75,15 +74,15 @@ def test_a_chain_is_the_likeliest_token_behind_each(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("base", [0, 1])
-def test_a_tree_runs_its_frontier_level_by_level(monkeypatch: pytest.MonkeyPatch, base: int) -> None:
+def test_a_tree_runs_its_frontier_level_by_level(base: int) -> None:
     """Against lists: the best products along the paths are run, and the best of all offered are kept."""
-    monkeypatch.setattr(tree_drafting, "PagedLevels", Planned)
     shape = TreeShape(3, 3, 9)
     ran: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def run(tokens: Tensor, parents: Tensor | None, mixer: Any) -> Tensor:
-        assert parents is not None and mixer == f"mixer {len(ran)}"
-        ran.append((tokens, parents, Planned.latest.tensors["masks"][len(ran)]))
+        views = Planned.latest.views
+        assert parents is not None and views is not None and mixer == f"mixer {len(ran)}"
+        ran.append((tokens, parents, views.masks[len(ran)]))
         return TABLE[tokens]
 
     draft = drafter(shape, base).tree(batch(), TABLE[LAST], run)

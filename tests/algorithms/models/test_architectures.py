@@ -14,7 +14,7 @@ from algorithms.models.architectures import ARCHITECTURES
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import load_target
-from tests.algorithms.tiny_folders import randomise, small_config, write_target
+from tests.algorithms.tiny_folders import change_weights, randomise, refusal, small_config, write_target
 from tests.algorithms.toy import Setup, answers, requests
 
 TOLERANCE = 1e-4
@@ -65,6 +65,7 @@ GPT_OSS_YARN = {
         "truncate": False,
     }
 }
+NEXT = {**LINEAR, **QWEN_EXPERTS, "linear_num_value_heads": 6, "shared_expert_intermediate_size": 28}
 EXPERTS = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -99,6 +100,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
     "glm4": (GLM, ()),
     "glm4 rotary": ({**GLM, "partial_rotary_factor": 0.25, "attention_bias": False}, ()),
     "qwen3_5_text": ({**LINEAR, "layer_types": HYBRID}, ()),
+    "qwen3_next": ({**NEXT, "layer_types": HYBRID}, ()),
+    "qwen3_next dense layers": ({**NEXT, "layer_types": HYBRID, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, ()),
     "qwen3_moe": ({**QWEN_EXPERTS, "norm_topk_prob": True}, ()),
     "qwen3_moe dense layers": ({**QWEN_EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, ()),
     "gpt_oss": ({**GPT_OSS, **GPT_OSS_YARN}, (5, None, 5, None)),
@@ -225,6 +228,13 @@ def test_shapes_that_an_architecture_cannot_have_are_not_written(
 def test_unknown_architectures_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="model_type 'mamba' is not supported, expected one of .*'mistral', 'qwen2'"):
         small_config("mamba")
+
+
+def test_grouped_projections_of_another_size_are_refused(tmp_path: Path) -> None:
+    model = theirs("qwen3_next", **MODELS["qwen3_next"][0])
+    model.save_pretrained(tmp_path)
+    change_weights(tmp_path, model__layers__0__linear_attn__in_proj_ba__weight=torch.zeros(11, 32))
+    refusal(lambda: load_target(tmp_path, "cpu", torch.float32), "in_proj_ba", "12 rows", "[11, 32]")
 
 
 @torch.no_grad()

@@ -1,0 +1,207 @@
+"""Whole chunks of prompts as Triton kernels, after the WY form of Gated DeltaNet (arXiv 2412.06464, section 3.3).
+
+With G_i the sum of log decays of a chunk up to row i, and A_ij = beta_i exp(G_i - G_j) k_i . k_j for j < i, the first
+kernel makes of each chunk, all at once
+
+    T = (I + A)^-1,   W = T diag(beta exp(G)) K,   U = T diag(beta) V,   M_ij = exp(G_i - G_j) q_i . k_j  for j <= i
+
+and the second takes the state S through the chunks of a segment:
+
+    D = U - W S,   O = diag(exp(G)) Q S + M D,   S = exp(G_last) S + (diag(exp(G_last - G)) K)^T D
+
+T is found row by row: the powers of A, whose sum it is as well, grow where a chunk repeats its keys.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.launch import current_chip, lanes, launch
+from specdec_kernels.linear_attention.api import key_heads
+from specdec_kernels.linear_attention.configs import CONFIGS
+from specdec_kernels.linear_attention.kernel import keep_inputs, refuse_float64
+from specdec_kernels.linear_attention.types import CHUNK, LEAST_DECAY, Chunks, DeltaInputs, DeltaState, Paths
+
+_LEAST_DECAY = tl.constexpr(LEAST_DECAY)
+_LEAST_LANES = 16
+"""Of a tile that is multiplied."""
+
+
+@triton.jit
+def _inverse(a, i, SIZE: tl.constexpr):
+    """(I + a)^-1 for a [SIZE, SIZE] below the diagonal; `i` counts the rows."""
+    found = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for row in tl.range(1, SIZE):
+        here = i[:, None] == row
+        factors = tl.sum(tl.where(here, a, 0.0), 0)
+        found -= tl.where(here, tl.sum(factors[:, None] * found, 0)[None, :], 0.0)
+    return found
+
+
+@triton.jit
+def _chunk_kernel(
+    mixed_ptr,  # [R, C] float32
+    decay_ptr,  # [R, HV] float32
+    beta_ptr,  # [R, HV] float32
+    whole_ptr,  # [R / SIZE] int32
+    log_ptr,  # [R, HV] float32: G
+    keys_ptr,  # [R, HV, DK] float32: W
+    values_ptr,  # [R, HV, DV] float32: U
+    shares_ptr,  # [R, HV, SIZE] float32: M
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    C: tl.constexpr = 2 * H * DK + HV * DV
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(whole_ptr + chunk) == 0:
+        return
+    i, part = tl.arange(0, SIZE), tl.arange(0, PART)
+    row = chunk * SIZE + i
+    of_row = mixed_ptr + row[:, None] * C
+    query = head // (HV // H) * DK
+    decay = tl.load(decay_ptr + row * HV + head)
+    total = tl.cumsum(tl.log(tl.maximum(decay, _LEAST_DECAY)), 0)
+    beta = tl.load(beta_ptr + row * HV + head)
+    seen = tl.zeros((SIZE, SIZE), tl.float32)
+    alike = tl.zeros((SIZE, SIZE), tl.float32)
+    for first in tl.range(0, DK, PART):
+        key = first + part
+        k = tl.load(of_row + (H * DK + query + key)[None, :], mask=(key < DK)[None, :], other=0.0)
+        q = tl.load(of_row + (query + key)[None, :], mask=(key < DK)[None, :], other=0.0)
+        alike += tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        seen += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    before = i[:, None] >= i[None, :]
+    share = tl.where(before, tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0)), 0.0)
+    tl.store(shares_ptr + (row[:, None] * HV + head) * SIZE + i[None, :], share * seen)
+    tl.store(log_ptr + row * HV + head, total)
+    inverse = _inverse(tl.where(i[:, None] > i[None, :], beta[:, None] * share * alike, 0.0), i, SIZE)
+    for first in tl.range(0, DK, PART):
+        key = first + part
+        k = tl.load(of_row + (H * DK + query + key)[None, :], mask=(key < DK)[None, :], other=0.0)
+        w = tl.dot(inverse, (beta * tl.exp(total))[:, None] * k, input_precision=PRECISION)
+        tl.store(keys_ptr + (row[:, None] * HV + head) * DK + key[None, :], w, mask=(key < DK)[None, :])
+    for first in tl.range(0, DV, PART):
+        value = first + part
+        of_value = of_row + (2 * H * DK + head * DV + value)[None, :]
+        v = tl.load(of_value, mask=(value < DV)[None, :], other=0.0)
+        u = tl.dot(inverse, beta[:, None] * v, input_precision=PRECISION)
+        tl.store(values_ptr + (row[:, None] * HV + head) * DV + value[None, :], u, mask=(value < DV)[None, :])
+
+
+@triton.jit
+def _scan_kernel(
+    mixed_ptr,  # [R, C] float32
+    log_ptr,  # [R, HV] float32
+    keys_ptr,  # [R, HV, DK] float32
+    values_ptr,  # [R, HV, DV] float32
+    shares_ptr,  # [R, HV, SIZE] float32
+    ssm_ptr,  # [slots, HV, DK, DV] float32, written at `ends`
+    first_ptr,  # [P] int32
+    counts_ptr,  # [P] int32
+    starts_ptr,  # [P] int64
+    ends_ptr,  # [P] int64
+    out_ptr,  # [R, HV, DV]
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    C: tl.constexpr = 2 * H * DK + HV * DV
+    segment = tl.program_id(0)
+    tiles = tl.cdiv(DV, BLOCK_V)
+    head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
+    count = tl.load(counts_ptr + segment)
+    if count == 0:
+        return
+    first = tl.load(first_ptr + segment).to(tl.int64)
+    start, end = tl.load(starts_ptr + segment), tl.load(ends_ptr + segment)
+    i, part = tl.arange(0, SIZE), tl.arange(0, PART)
+    value = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_tile = (value < DV)[None, :]
+    of_head = ssm_ptr + head * (DK * DV) + value[None, :]
+    query = head // (HV // H) * DK
+    # The state by parts of the keys: each product needs one of them and a part of the rows' keys.
+    state = ()
+    for at in tl.static_range(0, DK, PART):
+        key = at + part
+        inside = (key < DK)[:, None] & in_tile & (start >= 0)
+        state = state + (tl.load(of_head + start * (HV * DK * DV) + key[:, None] * DV, mask=inside, other=0.0),)
+    for chunk in tl.range(0, count):
+        row = (first + chunk) * SIZE + i
+        of_value = (row * HV + head)[:, None] * DV + value[None, :]
+        of_row = mixed_ptr + row[:, None] * C + query
+        total = tl.load(log_ptr + row * HV + head)
+        difference = tl.load(values_ptr + of_value, mask=in_tile, other=0.0)
+        o = tl.zeros((SIZE, BLOCK_V), tl.float32)
+        for at in tl.static_range(0, DK, PART):
+            key = at + part
+            w = tl.load(keys_ptr + (row * HV + head)[:, None] * DK + key[None, :], mask=(key < DK)[None, :], other=0.0)
+            difference -= tl.dot(w, state[at // PART], input_precision=PRECISION)
+            q = tl.load(of_row + key[None, :], mask=(key < DK)[None, :], other=0.0)
+            o += tl.dot(q, state[at // PART], input_precision=PRECISION)
+        seen = tl.load(shares_ptr + (row * HV + head)[:, None] * SIZE + i[None, :])
+        o = tl.exp(total)[:, None] * o + tl.dot(seen, difference, input_precision=PRECISION)
+        tl.store(out_ptr + of_value, o.to(out_ptr.dtype.element_ty), mask=in_tile)
+        last = tl.sum(tl.where(i == SIZE - 1, total, 0.0), 0)
+        after = ()
+        for at in tl.static_range(0, DK, PART):
+            key = at + part
+            k = tl.load(of_row + (H * DK + key)[None, :], mask=(key < DK)[None, :], other=0.0)
+            k *= tl.exp(last - total)[:, None]
+            added = tl.dot(tl.trans(k), difference, input_precision=PRECISION)
+            after = after + (tl.exp(last) * state[at // PART] + added,)
+        state = after
+    for at in tl.static_range(0, DK, PART):
+        key = at + part
+        inside = (key < DK)[:, None] & in_tile
+        tl.store(of_head + end * (HV * DK * DV) + key[:, None] * DV, state[at // PART], mask=inside)
+
+
+def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) -> Tensor:
+    """See `specdec_kernels.linear_attention.delta_rule_chunks`, which has checked the arguments."""
+    refuse_float64(inputs.raw)
+    mixed, (heads, dk, dv), rows = inputs.mixed, state.ssm.shape[1:], len(inputs.raw)
+    config = CONFIGS[current_chip(inputs.raw)]
+    out = inputs.raw.new_zeros((rows, heads, dv))
+    logs = torch.empty_like(inputs.decay)
+    keys, values, shares = (mixed.new_empty((rows, heads, width)) for width in (dk, dv, CHUNK))
+    sizes = dict(H=key_heads(state), HV=heads, DK=dk, DV=dv, SIZE=CHUNK, PART=config.part)
+    precision = "ieee" if inputs.raw.dtype == torch.float32 else config.precision
+    launch(
+        _chunk_kernel,
+        (len(chunks.whole), heads),
+        *(mixed, inputs.decay, inputs.beta, chunks.whole, logs, keys, values, shares),
+        num_warps=config.chunk_warps,
+        PRECISION=precision,
+        **sizes,
+    )
+    block = max(_LEAST_LANES, min(config.chunk_values, lanes(dv)))
+    launch(
+        _scan_kernel,
+        (len(chunks.first), heads * triton.cdiv(dv, block)),
+        *(mixed, logs, keys, values, shares, state.ssm, *chunks[:4], out),
+        num_warps=4,
+        num_stages=1,
+        BLOCK_V=block,
+        PRECISION=precision,
+        **sizes,
+    )
+    order = torch.arange(rows, dtype=torch.int32, device=mixed.device)
+    ends = torch.where(chunks.counts > 0, chunks.ends, -1)
+    paths = Paths(order, chunks.first * CHUNK, chunks.counts * CHUNK, chunks.starts, ends)
+    one = DeltaState(*(each[None] for each in state))
+    keep_inputs(inputs.raw[None], paths, one)
+    return out
