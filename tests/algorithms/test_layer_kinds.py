@@ -17,6 +17,7 @@ from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import Target, load_target
 from algorithms.models.tokenizer import Tokenizer
+from algorithms.mtp.drafting import MTP
 from algorithms.step.sampling_params import SamplingParams
 from tests.algorithms.layer_kinds import KINDS, target_of
 from tests.algorithms.toy import Scripted, Setup, autoregressive, changed, requests, run
@@ -126,9 +127,21 @@ def test_what_is_not_supported_is_named(model_type: str, keys: dict[str, Any], s
         DecoderConfig.from_hf({key: value for key, value in config.items() if value is not None})
 
 
-def test_the_shipped_pair_of_latent_attention() -> None:
-    """Its drafts are accepted, in chains and trees, and change nothing."""
-    folder = Path(__file__).parents[2] / "assets/tiny_mla"
+ASSETS = Path(__file__).parents[2] / "assets"
+SHIPPED = sorted(folder.name for folder in ASSETS.glob("tiny_*"))
+"""Families of other layers."""
+DRAFTERS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
+    "dflash": (DFlash, [{}, {"topk": 2, "num_nodes": 12}]),
+    "mtp": (MTP, [{"steps": 3}, {"steps": 3, "topk": 2, "num_nodes": 8}]),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [(name, kind) for name in SHIPPED for kind in DRAFTERS if (ASSETS / name / kind).is_dir()]
+)
+def test_shipped_drafters_of_other_layers(family: str, kind: str) -> None:
+    """Their drafts are accepted, in chains and trees, and change nothing."""
+    folder = ASSETS / family
     target = load_target(folder / "target", "cpu", torch.float32)
     tokenizer = Tokenizer.load(folder / "target")
     questions = ["Ben has 12 apples and buys 5 more. How many apples does he have?", "A rope is 48 meters long."]
@@ -138,7 +151,9 @@ def test_the_shipped_pair_of_latent_attention() -> None:
     ]
     setup = Setup(max_length=128)
     alone = [c.token_ids for c in run(autoregressive(target), asked, setup, target).completions]
-    for shape in ({}, {"topk": 2, "num_nodes": 12}):
-        drafted = run(DFlash(DFlash.Config(**shape), target, folder / "dflash"), asked, setup, target).completions
+    algorithm, shapes = DRAFTERS[kind]
+    for shape in shapes:
+        drafter = algorithm(algorithm.Config(**shape), target, folder / kind)
+        drafted = run(drafter, asked, setup, target).completions
         assert [c.token_ids for c in drafted] == alone
         assert sum(len(c.token_ids) for c in drafted) > 2 * sum(len(c.accepted_counts) for c in drafted)
