@@ -31,6 +31,9 @@ class ExpertsConfig:
     """Whether logits are products in float32; else they have the dtype of the model."""
     shared: int = 0
     """Experts that every token runs through, as one MLP."""
+    same: bool = False
+    """Whether checkpoints hold the first expert alone, and all are copies of it: such models show costs, see
+    `experiments.studies.shape_scaled`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.topk <= self.num_experts:
@@ -67,6 +70,7 @@ class QwenRule:
             topk=read_size("num_experts_per_tok", required(config, "num_experts_per_tok")),
             width=read_size("moe_intermediate_size", required(config, "moe_intermediate_size")),
             renormalise=bool(required(config, "norm_topk_prob")),
+            same=bool(config.get("same_experts")),
         )
         step, dense = int(config.get("decoder_sparse_step", 1)), set(config.get("mlp_only_layers") or ())
         sparse = [layer not in dense and step > 0 and (layer + 1) % step == 0 for layer in range(num_layers)]
@@ -81,6 +85,7 @@ class QwenRule:
             "norm_topk_prob": experts.renormalise,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [index for index, layer in enumerate(layers) if layer is None],
+            **({"same_experts": True} if experts.same else {}),
         }
 
 
