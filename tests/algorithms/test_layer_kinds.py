@@ -15,10 +15,13 @@ from algorithms.dflash.drafting import DFlash
 from algorithms.engine.request import Request
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.experts.module import Experts
 from algorithms.models.loading import Target, load_target
 from algorithms.models.tokenizer import Tokenizer
 from algorithms.mtp.drafting import MTP
+from algorithms.step.runner import StepRunner
 from algorithms.step.sampling_params import SamplingParams
+from algorithms.step.step import Step
 from tests.algorithms.layer_kinds import KINDS, target_of
 from tests.algorithms.toy import Scripted, Setup, autoregressive, changed, requests, run
 
@@ -106,6 +109,39 @@ def test_padding_runs_through_no_expert(monkeypatch: pytest.MonkeyPatch, kind: s
     run(autoregressive(TARGETS[kind]), requests(4, max_new_tokens=6), setup, TARGETS[kind])
     assert all(torch.equal(chosen, real[:, None].expand_as(chosen)) for real, chosen in seen)
     assert {bool(real.all()) for real, _ in seen} == {False, True}
+
+
+@pytest.mark.parametrize("graph", ["none", "step"])
+@pytest.mark.parametrize("kind", ["experts", "experts and latent"])
+def test_touched_experts_are_counted(monkeypatch: pytest.MonkeyPatch, kind: str, graph: str) -> None:
+    """Of steps alone, not of prompts before them, of captures or of padding."""
+    seen: list[tuple[int, int]] = []
+    verify = Step.verify
+
+    def noted(step: Step) -> None:
+        verify(step)
+        layers = [module for module in target.model.modules() if isinstance(module, Experts)]
+        for layer in layers:
+            assert layer.schedule is not None
+            order, rows = layer.schedule.starts.tolist(), layer.schedule.starts[-1].item() / layer.routing.topk
+            seen.append((sum(order[i + 1] > order[i] for i in range(len(order) - 1)), rows))
+
+    def launched(runner: StepRunner) -> None:
+        reset(runner)
+        seen.clear()
+
+    reset = StepRunner.reset
+    target = TARGETS[kind]
+    monkeypatch.setattr(Step, "verify", noted)
+    monkeypatch.setattr(StepRunner, "reset", launched)
+    setup = Setup(graph=graph, prefill_tile=4, max_batch=3)
+    found = run(autoregressive(target), requests(4, max_new_tokens=6), setup, target).experts
+    assert found is not None and seen
+    touched, rows = (sum(values) / len(seen) for values in zip(*seen, strict=True))
+    assert found["touched_per_step"] == pytest.approx(touched) and found["rows_per_step"] == pytest.approx(rows)
+    assert found["touched_per_row"] == pytest.approx(touched / rows)
+    dense = TARGETS["latent"]
+    assert run(autoregressive(dense), requests(1, max_new_tokens=2), Setup(), dense).experts is None
 
 
 @pytest.mark.parametrize(

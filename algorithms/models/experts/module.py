@@ -80,6 +80,8 @@ class Experts(MLP):
 
     imbalance: Tensor | None = None
     """How unevenly the last forward with gradients chose, see `training.imbalance`."""
+    schedule: kernels.ExpertSchedule | None = None
+    """Of the last forward without gradients."""
 
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
@@ -110,5 +112,5 @@ class Experts(MLP):
             out = masked_expert_mlp(rows, routed, weights)
             return (out if shared is None else out + shared).view_as(x)
         tile = kernels.row_tile_of(routed.experts, self.experts.num_experts)
-        schedule = kernels.schedule_experts(routed.experts, self.experts.num_experts, tile, impl=impl)
+        schedule = self.schedule = kernels.schedule_experts(routed.experts, self.experts.num_experts, tile, impl=impl)
         return kernels.expert_mlp(rows, routed, schedule, weights, shared=shared, impl=impl).view_as(x)
