@@ -34,6 +34,7 @@ from algorithms.engine.scheduler import Decode, Scheduler, tiles_of
 from algorithms.engine.session import Generation, Launched, Session, StepReport
 from algorithms.engine.settings import RuntimeSettings
 from algorithms.models.config import DecoderConfig
+from algorithms.models.experts.ledger import ExpertLedger
 from algorithms.models.linear.config import LinearConfig
 from algorithms.models.loading import Target
 from algorithms.parallel.collectives import from_rank_0, parallel
@@ -108,7 +109,9 @@ class Engine:
         backlog = DeferredObservation(len(algorithm.target_layers), resources) if adaptive else None
         if sizing is not None and step_costs is not None:
             sizing.set_costs(step_costs)
-        self.parts = StepParts(algorithm, memory, state, resources, sizing, backlog)
+        self.parts = StepParts(
+            algorithm, memory, state, resources, sizing, backlog, ExpertLedger.of(resources.target.model)
+        )
         prefills = _separate_prefills(self.parts, settings, self._limit)
         mixed = _mixed_prefills(self.parts, settings, prefills[-1]) if piggybacks else []
         self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture, mixed)

@@ -54,7 +54,8 @@ class Generation:
     on an idle device. `decode_ms` is the time of all steps without `prefill_ms`, and at least the sum of the phases;
     `host` is the rest. `step_ms` is the host's time of each step, `launch_ms` the host's time of all launches.
     `adaptive` is `Sizing.report`, None where all steps have one size. `launched_rows` counts requests over all
-    steps, those included that had ended before the step and were not read yet.
+    steps, those included that had ended before the step and were not read yet. `experts` is `ExpertLedger.report`, None
+    for a target without experts.
     """
 
     completions: list[Completion]
@@ -68,6 +69,7 @@ class Generation:
     graphs: GraphReport
     adaptive: dict[str, Any] | None = None
     launched_rows: int = 0
+    experts: dict[str, float] | None = None
 
 
 class Launched(NamedTuple):
@@ -262,6 +264,7 @@ class Session:
             graphs=self._runner.report(self._prefiller.captured_sizes),
             adaptive=None if self._parts.sizing is None else self._parts.sizing.report(),
             launched_rows=self._launched_rows,
+            experts=None if self._parts.experts is None else self._parts.experts.report(),
         )
 
     def _admit(self, mixed: bool) -> list[PrefillSegment]:

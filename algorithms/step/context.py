@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from algorithms.algorithm import Algorithm, Observation, Resources
 from algorithms.attention.memory import Memory
+from algorithms.models.experts.ledger import ExpertLedger
 from algorithms.step.adaptive import Sizing
 from algorithms.step.batch import BatchState
 from algorithms.step.deferred_observation import DeferredObservation
@@ -23,6 +24,8 @@ class StepParts:
     """The choice of the size of a step; None: every step has the algorithm's own."""
     backlog: DeferredObservation | None = None
     """Observations of steps without a draft; present with `sizing`."""
+    experts: ExpertLedger | None = None
+    """Counts of touched experts, of a target that has any."""
 
     def observe(self, seen: Observation) -> None:
         """Show the drafter what was committed, and write it into the texts that it reads."""

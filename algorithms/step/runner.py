@@ -218,9 +218,11 @@ class StepRunner:
         return self._prefills[(len(self._prefills) - 1) % 2 :: 2]
 
     def reset(self) -> None:
-        """Drop the times counted so far."""
+        """Drop the times and experts counted so far."""
         self.clock.reset()
         self.mixed_ms.clear()
+        if self._parts.experts is not None:
+            self._parts.experts.reset()
 
     def _sizes(self, needs: SamplingNeeds) -> tuple[int, ...]:
         """Nodes of the steps for `needs`. Steps with grammars have one size, because jump-forward tokens are verified

@@ -176,6 +176,8 @@ class Step:
             self.hidden, self._tiles_hidden = joint.split(hidden)
             both = [joint.split(feature) for feature in features]
             self.features, self._tiles_features = [of_nodes for of_nodes, _ in both], [of_tiles for _, of_tiles in both]
+        if self._parts.experts is not None:
+            self._parts.experts.note()
         self.targets = model.argmax(self.hidden) if self._needs.greedy else None
         if self.targets is None:
             self.logits = model.logits(self.hidden)

@@ -153,6 +153,13 @@ class Times(TypedDict):
     request_tokens_per_s: Annotated[float | None, Metric("Output tokens of a request over its time; the median.")]
     num_steps: Annotated[int, Metric("Steps of the engine in the first round.")]
     launched_rows: Annotated[int, Metric("As row_steps, with the steps that were launched before an end was read.")]
+    experts: Annotated[
+        dict[str, float] | None,
+        Metric(
+            "Of a target with experts: those of a layer that a step touches, rows of a step, and their ratio, in the "
+            "first round."
+        ),
+    ]
     ttft_ms: Annotated[
         Quantiles,
         Metric(

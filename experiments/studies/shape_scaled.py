@@ -18,6 +18,17 @@ Rules that keep the function, with d of D channels and h of H elements of a head
   query's norm or projection makes up for. The eps of a norm over a head is a different one; its part of the mean
   square is below the rounding of float32 for trained models.
 - Query heads are placed so that each reads the key head that it read.
+
+A family with experts holds the small MLP in every expert, each in its own memory. The weights of a token's experts sum
+to one, so any choice gives the small family's function, and the router is free to model traffic (`routing`):
+
+- `tokens`: every token has a random code in channels behind the constant, which no layer changes; a layer's router
+  multiplies it by a random matrix. Tokens choose independently, all experts alike.
+- `popular`: the same with a random preference for each expert of a layer, from the constant channel.
+- `stream`: the router multiplies the small family's residual stream, in which neighbours resemble each other.
+
+A code has one mean square for all tokens, which comes out of eps as the constant's does. Folders hold one expert of a
+layer (`same_experts` in `config.json`); loading copies it.
 """
 
 from __future__ import annotations
@@ -50,6 +61,8 @@ COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", 
 SHARD_SIZE = "4GB"
 RANDOM_STD = 0.02
 UNUSED_WEIGHT = 512.0  # of the final norm and, negative, of the LM head, on the constant channel
+ROUTINGS = ("tokens", "popular", "stream")
+CODE_CHANNELS = 32
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 HF_NAMES = {
@@ -78,6 +91,27 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """The MLPs of a target with experts."""
+
+    num_experts: int
+    topk: int
+    width: int
+
+    def keys(self) -> dict[str, Any]:
+        """Of a Qwen3-MoE `config.json`."""
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.topk,
+            "moe_intermediate_size": self.width,
+            "norm_topk_prob": True,
+            "same_experts": True,
+        }
+
+
+@dataclass(frozen=True)
 class Family:
     """Shapes of a target and its drafters. dflash_features: target layers that the DFlash drafter reads."""
 
@@ -87,6 +121,7 @@ class Family:
     dflash_features: int
     eagle3_vocab_size: int
     max_position_embeddings: int = 40960
+    experts: ExpertShape | None = None
 
 
 SHAPES = {
@@ -98,17 +133,37 @@ SHAPES = {
     "llama31_8b": Family(
         Shape(4096, 14336, 32, 32, 8, 128, 128256), Shape(2048, 8192, 16, 32, 8, 64, 128256), 5, 5, 32000
     ),
+    # Qwen3-30B-A3B with Qwen3-0.6B and the same kinds of drafters, whose MLPs are dense.
+    "qwen3_30b_a3b": Family(
+        Shape(2048, 6144, 48, 32, 4, 128, 151936),
+        Shape(1024, 3072, 28, 16, 8, 128, 151936),
+        5,
+        5,
+        32000,
+        experts=ExpertShape(128, 8, 768),
+    ),
     # For tests: every dimension is larger than the tiny family's, none by the same factor.
     "test": Family(Shape(320, 832, 8, 9, 3, 128, 2304), Shape(192, 320, 5, 6, 2, 128, 2304), 4, 5, 1664, 1024),
+    "test_experts": Family(
+        Shape(320, 832, 8, 9, 3, 128, 2304),
+        Shape(192, 320, 5, 6, 2, 128, 2304),
+        4,
+        5,
+        1664,
+        1024,
+        experts=ExpertShape(6, 2, 800),
+    ),
 }
 
 
 @dataclass
 class ShapeScaledConfig:
     """Schema of `configs/shape_scaled.yaml`. family: folder with `target`, `dflash`, `eagle3` and `draft`. device: auto
-    is a GPU where there is one. Random weights come from `seed`."""
+    is a GPU where there is one. Random weights come from `seed`. routing: how tokens choose experts, of a shape that
+    has any."""
 
     shape: str = "qwen3_8b"
+    routing: str = "tokens"
     out: str = "???"
     family: str = str(REPO_ROOT / "assets/tiny")
     dtype: str = "bfloat16"
@@ -117,6 +172,7 @@ class ShapeScaledConfig:
 
     def __post_init__(self) -> None:
         expect_choice("shape", self.shape, tuple(SHAPES))
+        expect_choice("routing", self.routing, ROUTINGS)
         expect_choice("dtype", self.dtype, tuple(DTYPES))
         expect_choice("device", self.device, ("auto", "cpu", "cuda"))
 
@@ -134,16 +190,30 @@ class ShapeScaler:
     dtype: torch.dtype
     device: torch.device
     generator: torch.Generator = field(repr=False)
+    has_codes: bool = False
+    """Whether tokens have codes, see the module."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size"):
             small, large = getattr(self.small, name), getattr(self.large, name)
-            if small > large or (name == "hidden_size" and small == large):
+            if small > large or (name == "hidden_size" and small + self.num_codes >= large):
                 raise ValueError(f"{name}: expected more than the small family's {small}, got {large}")
         if self.large.head_dim % self.small.head_dim or self._group(self.small) > self._group(self.large):
             raise ValueError(f"expected heads that hold those of {self.small}, got {self.large}")
         exact = math.sqrt(self.eps * self.small.hidden_size / 2)
         self.constant = torch.tensor(exact).bfloat16().item()
+        # A quarter of eps for all code channels, as half of it for the constant.
+        code = exact / math.sqrt(2 * CODE_CHANNELS)
+        self.code = torch.tensor(code).bfloat16().item()
+
+    @property
+    def num_codes(self) -> int:
+        return CODE_CHANNELS if self.has_codes else 0
+
+    @property
+    def code_channels(self) -> slice:
+        first = self.small.hidden_size + 1
+        return slice(first, first + self.num_codes)
 
     @staticmethod
     def _group(shape: Shape) -> int:
@@ -151,8 +221,9 @@ class ShapeScaler:
 
     @property
     def large_eps(self) -> float:
-        """The part of eps that the constant channel leaves."""
-        return (self.eps * self.small.hidden_size - self.constant**2) / self.large.hidden_size
+        """The part of eps that the constant channel and the codes leave."""
+        used = self.constant**2 + self.num_codes * self.code**2
+        return (self.eps * self.small.hidden_size - used) / self.large.hidden_size
 
     def random(self, *shape: int) -> Tensor:
         values = torch.randn(*shape, generator=self.generator, device=self.device, dtype=torch.float32)
@@ -251,6 +322,22 @@ class ShapeScaler:
         out = self.random(self.large.vocab_size, self.large.hidden_size)
         out[: len(weight)] = self.reading(weight)
         out[:, self.small.hidden_size] = self.constant
+        if self.has_codes:
+            out[:, self.code_channels] = self.random(len(out), self.num_codes).sign() * self.code
+        return out
+
+    def router(self, experts: int, routing: str) -> Tensor:
+        """[experts, D]: logits of a standard deviation of about one where the mean square of the stream is one."""
+        d, root = self.small.hidden_size, math.sqrt(self.large.hidden_size / self.small.hidden_size)
+        out = self.full(0.0, experts, self.large.hidden_size)
+        # Rows of one length: longer ones would be chosen more often.
+        if routing == "stream":
+            out[:, :d] = torch.nn.functional.normalize(self.random(experts, d))
+            return out
+        rows = torch.nn.functional.normalize(self.random(experts, self.num_codes))
+        out[:, self.code_channels] = rows / (root * self.code)
+        if routing == "popular":
+            out[:, d] = self.random(experts) / (RANDOM_STD * root * self.constant)
         return out
 
     def lm_head(self, weight: Tensor, tokens: int) -> Tensor:
@@ -272,6 +359,17 @@ class ShapeScaler:
         out[:d, : used * width] = self.reading(weight, used)
         out[d, d] = 1.0
         return out
+
+
+def scaled_experts_decoder(
+    tensors: dict[str, Tensor], scaler: ShapeScaler, experts: ExpertShape, routing: str
+) -> Tensors:
+    """A target whose MLPs are experts, of which the first of each layer is given."""
+    narrow = replace(scaler, large=replace(scaler.large, intermediate_size=experts.width))
+    for name, tensor in scaled_decoder(tensors, narrow):
+        yield name.replace(".mlp.", ".mlp.experts.0."), tensor
+    for layer in range(scaler.large.num_layers):
+        yield f"model.layers.{layer}.mlp.gate.weight", scaler.router(experts.num_experts, routing)
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -331,7 +429,8 @@ def write_family(config: ShapeScaledConfig) -> dict[str, int]:
     def write(name: str, large: Shape, tensors_of: Callable[..., Tensors], **changes: Any) -> None:
         source, folder = Path(config.family) / name, Path(config.out) / name
         tensors, small = read_folder(source)
-        scaler = ShapeScaler(Shape.of(small), large, small["rms_norm_eps"], dtype, device, generator)
+        has_codes = family.experts is not None and name != "draft"
+        scaler = ShapeScaler(Shape.of(small), large, small["rms_norm_eps"], dtype, device, generator, has_codes)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {key: w.to(device, torch.float32) if w.is_floating_point() else w for key, w in tensors.items()}
         scaled = {key: tensor.cpu().contiguous() for key, tensor in tensors_of(tensors, scaler)}
@@ -345,8 +444,12 @@ def write_family(config: ShapeScaledConfig) -> dict[str, int]:
             if (source / companion).is_file():
                 shutil.copyfile(source / companion, folder / companion)
 
-    for name, large in (("target", family.target), ("draft", family.draft)):
-        write(name, large, scaled_decoder)
+    if family.experts is None:
+        write("target", family.target, scaled_decoder)
+    else:
+        with_experts = partial(scaled_experts_decoder, experts=family.experts, routing=config.routing)
+        write("target", family.target, with_experts, **family.experts.keys())
+    write("draft", family.draft, scaled_decoder)
     _, small = read_folder(Path(config.family) / "dflash")
     ids, layers = small["dflash_config"]["target_layer_ids"], family.target.num_layers
     more = family.dflash_features - len(ids)

@@ -114,7 +114,9 @@ def build_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.op
     experts = [p for m in model.modules() if isinstance(m, ExpertTensors) for p in m.parameters() if p.requires_grad]
     placed = of_muon | {id(p) for p in experts}
     others = [p for p in trained if id(p) not in placed]
-    groups = [{"params": others}, *([{"params": experts, "lr": settings.expert_lr}] if experts else [])]
+    groups: list[dict[str, Any]] = [{"params": others}]
+    if experts:
+        groups.append({"params": experts, "lr": settings.expert_lr})
     decay, adjust = settings.weight_decay, "match_rms_adamw"
     return [
         torch.optim.Muon(matrices, lr=settings.matrix_lr, weight_decay=decay, adjust_lr_fn=adjust),

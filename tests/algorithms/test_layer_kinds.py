@@ -18,10 +18,14 @@ from algorithms.dflash.drafting import DFlash
 from algorithms.engine.request import Request
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.experts.module import Experts
 from algorithms.models.linear import memory
 from algorithms.models.loading import Target, load_target
 from algorithms.models.tokenizer import Tokenizer
+from algorithms.mtp.drafting import MTP
+from algorithms.step.runner import StepRunner
 from algorithms.step.sampling_params import SamplingParams
+from algorithms.step.step import Step
 from tests.algorithms.layer_kinds import KINDS, LINEAR, target_of
 from tests.algorithms.toy import Scripted, Setup, autoregressive, changed, requests, run
 
@@ -150,6 +154,39 @@ def test_padding_runs_through_no_expert(monkeypatch: pytest.MonkeyPatch, kind: s
     assert {bool(real.all()) for real, _ in seen} == {False, True}
 
 
+@pytest.mark.parametrize("graph", ["none", "step"])
+@pytest.mark.parametrize("kind", ["experts", "experts and latent"])
+def test_touched_experts_are_counted(monkeypatch: pytest.MonkeyPatch, kind: str, graph: str) -> None:
+    """Of steps alone, not of prompts before them, of captures or of padding."""
+    seen: list[tuple[int, int]] = []
+    verify = Step.verify
+
+    def noted(step: Step) -> None:
+        verify(step)
+        layers = [module for module in target.model.modules() if isinstance(module, Experts)]
+        for layer in layers:
+            assert layer.schedule is not None
+            order, rows = layer.schedule.starts.tolist(), layer.schedule.starts[-1].item() / layer.routing.topk
+            seen.append((sum(order[i + 1] > order[i] for i in range(len(order) - 1)), rows))
+
+    def launched(runner: StepRunner) -> None:
+        reset(runner)
+        seen.clear()
+
+    reset = StepRunner.reset
+    target = TARGETS[kind]
+    monkeypatch.setattr(Step, "verify", noted)
+    monkeypatch.setattr(StepRunner, "reset", launched)
+    setup = Setup(graph=graph, prefill_tile=4, max_batch=3)
+    found = run(autoregressive(target), requests(4, max_new_tokens=6), setup, target).experts
+    assert found is not None and seen
+    touched, rows = (sum(values) / len(seen) for values in zip(*seen, strict=True))
+    assert found["touched_per_step"] == pytest.approx(touched) and found["rows_per_step"] == pytest.approx(rows)
+    assert found["touched_per_row"] == pytest.approx(touched / rows)
+    dense = TARGETS["latent"]
+    assert run(autoregressive(dense), requests(1, max_new_tokens=2), Setup(), dense).experts is None
+
+
 @pytest.mark.parametrize(
     ("model_type", "keys", "said"),
     [
@@ -170,9 +207,21 @@ def test_what_is_not_supported_is_named(model_type: str, keys: dict[str, Any], s
         DecoderConfig.from_hf({key: value for key, value in config.items() if value is not None})
 
 
-def test_the_shipped_pair_of_latent_attention() -> None:
-    """Its drafts are accepted, in chains and trees, and change nothing."""
-    folder = Path(__file__).parents[2] / "assets/tiny_mla"
+ASSETS = Path(__file__).parents[2] / "assets"
+SHIPPED = sorted(folder.name for folder in ASSETS.glob("tiny_*"))
+"""Families of other layers."""
+DRAFTERS: dict[str, tuple[Any, list[dict[str, Any]]]] = {
+    "dflash": (DFlash, [{}, {"topk": 2, "num_nodes": 12}]),
+    "mtp": (MTP, [{"steps": 3}, {"steps": 3, "topk": 2, "num_nodes": 8}]),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [(name, kind) for name in SHIPPED for kind in DRAFTERS if (ASSETS / name / kind).is_dir()]
+)
+def test_shipped_drafters_of_other_layers(family: str, kind: str) -> None:
+    """Their drafts are accepted, in chains and trees, and change nothing."""
+    folder = ASSETS / family
     target = load_target(folder / "target", "cpu", torch.float32)
     tokenizer = Tokenizer.load(folder / "target")
     questions = ["Ben has 12 apples and buys 5 more. How many apples does he have?", "A rope is 48 meters long."]
@@ -182,7 +231,9 @@ def test_the_shipped_pair_of_latent_attention() -> None:
     ]
     setup = Setup(max_length=128)
     alone = [c.token_ids for c in run(autoregressive(target), asked, setup, target).completions]
-    for shape in ({}, {"topk": 2, "num_nodes": 12}):
-        drafted = run(DFlash(DFlash.Config(**shape), target, folder / "dflash"), asked, setup, target).completions
+    algorithm, shapes = DRAFTERS[kind]
+    for shape in shapes:
+        drafter = algorithm(algorithm.Config(**shape), target, folder / kind)
+        drafted = run(drafter, asked, setup, target).completions
         assert [c.token_ids for c in drafted] == alone
         assert sum(len(c.token_ids) for c in drafted) > 2 * sum(len(c.accepted_counts) for c in drafted)

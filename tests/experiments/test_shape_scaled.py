@@ -14,22 +14,23 @@ from algorithms.autoregressive import Autoregressive
 from algorithms.dflash.drafting import DFlash
 from algorithms.eagle.drafting import Eagle3
 from algorithms.engine.request import Request
+from algorithms.models.experts.module import Experts
 from algorithms.models.loading import Target, load_target
 from algorithms.models.tokenizer import Tokenizer
 from algorithms.standalone import Standalone
 from algorithms.step.sampling_params import SamplingParams
 from experiments.app.schema import REPO_ROOT
-from experiments.studies.shape_scaled import SHAPES, Shape, ShapeScaledConfig, ShapeScaler, write_family
+from experiments.studies.shape_scaled import ROUTINGS, SHAPES, Shape, ShapeScaledConfig, ShapeScaler, write_family
 from tests.algorithms.toy import Setup, run
 
 SMALL = REPO_ROOT / "assets/tiny"
 PROMPTS = ("Mia has 12 apples and buys 7 more. How many apples does she have?", "def add(a, b):")
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["test", "test_experts"])
+def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     out = tmp_path_factory.mktemp("scaled")
-    write_family(ShapeScaledConfig(shape="test", out=str(out), dtype="float32", device="cpu"))
+    write_family(ShapeScaledConfig(shape=request.param, out=str(out), dtype="float32", device="cpu"))
     return out
 
 
@@ -77,11 +78,53 @@ def test_the_folders_have_the_named_sizes(large: Path) -> None:
         assert Shape.of(json.loads((large / name / "config.json").read_text())) == shape
         assert (large / name / "tokenizer.json").read_bytes() == (SMALL / name / "tokenizer.json").read_bytes()
     model = load_target(large / "target", "cpu", torch.float32).model
-    idle = model.model.layers[family.target.num_layers - 1]
-    assert idle.mlp.up_proj.weight.std() > 0 and not idle.mlp.down_proj.weight.any()
-    live = model.model.layers[0].mlp.down_proj.weight
+    for layer in model.model.layers:
+        if isinstance(layer.mlp, Experts):
+            check_experts(layer.mlp)
+    first, last = (projections(model.model.layers[index].mlp) for index in (0, family.target.num_layers - 1))
+    assert last[0].std() > 0 and not last[1].any()
     small = Shape.of(json.loads((SMALL / "target/config.json").read_text()))
-    assert not live[small.hidden_size :].any() and not live[:, small.intermediate_size :].any()
+    live = first[1]
+    assert live.any() and not live[small.hidden_size :].any() and not live[:, small.intermediate_size :].any()
+
+
+def projections(mlp: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Up and down of an MLP, or of its last expert."""
+    if isinstance(mlp, Experts):
+        return mlp.experts.gate_up_proj[-1], mlp.experts.down_proj[-1]
+    return mlp.up_proj.weight, mlp.down_proj.weight
+
+
+def check_experts(mlp: Experts) -> None:
+    """All experts compute the same, each from memory of its own."""
+    for weight in (mlp.experts.gate_up_proj, mlp.experts.down_proj):
+        assert weight.is_contiguous() and (weight == weight[0]).all()
+
+
+def test_routers_choose_as_they_are_named() -> None:
+    """By codes: all experts alike. With preferences: some more than others. By the stream: like neighbours alike."""
+    torch.manual_seed(0)
+    small = Shape.of(json.loads((SMALL / "target/config.json").read_text()))
+    large, count, topk, tokens = SHAPES["qwen3_30b_a3b"].target, 128, 8, 4000
+    generator = torch.Generator().manual_seed(0)
+    scaler = ShapeScaler(
+        small, replace(large, vocab_size=tokens), 1e-6, torch.float32, torch.device("cpu"), generator, True
+    )
+    d = small.hidden_size
+    stream = scaler.embedding(torch.randn(2048, d))[:2048]
+    normed = stream / stream.square().mean(1, keepdim=True).sqrt()
+    # The norm's weights give the small channels the small family's scale.
+    normed[:, :d] *= (d / large.hidden_size) ** 0.5
+    chosen = {name: (normed @ scaler.router(count, name).T).topk(topk).indices for name in ROUTINGS}
+    spread = {name: torch.bincount(ids.flatten(), minlength=count).float().std() for name, ids in chosen.items()}
+    expected = 2048 * topk / count
+    assert spread["tokens"] < 0.35 * expected and spread["popular"] > 2 * spread["tokens"]
+    near = normed.clone()
+    near[:, :d] += 0.3 * torch.randn(2048, d)
+    router = scaler.router(count, "stream")
+    pairs = [(each @ router.T).topk(topk).indices for each in (normed, near)]
+    shared = (pairs[0][:, :, None] == pairs[1][:, None]).any(2).float().mean()
+    assert shared > 5 * topk / count
 
 
 def test_unused_tokens_never_win(targets: tuple[Target, Target]) -> None:

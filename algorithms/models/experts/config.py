@@ -41,6 +41,9 @@ class ExpertsConfig:
     """Whether the matrices of the experts are stored, and stay, in MXFP4."""
     gated_shared: int = 0
     """Columns of an MLP that every token runs through, and whose output a gate multiplies; 0: there is none."""
+    same: bool = False
+    """Whether checkpoints hold the first expert alone, and all are copies of it: such models show costs, see
+    `experiments.studies.shape_scaled`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.topk <= self.num_experts:
@@ -81,6 +84,7 @@ class QwenRule:
             width=read_size("moe_intermediate_size", required(config, "moe_intermediate_size")),
             renormalise=bool(required(config, "norm_topk_prob")),
             gated_shared=read_size(SHARED_KEY, required(config, SHARED_KEY)) if self.gated_shared else 0,
+            same=bool(config.get("same_experts")),
         )
         step, dense = int(config.get("decoder_sparse_step", 1)), set(config.get("mlp_only_layers") or ())
         sparse = [layer not in dense and step > 0 and (layer + 1) % step == 0 for layer in range(num_layers)]
@@ -96,6 +100,7 @@ class QwenRule:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [index for index, layer in enumerate(layers) if layer is None],
             **({SHARED_KEY: experts.gated_shared} if self.gated_shared else {}),
+            **({"same_experts": True} if experts.same else {}),
         }
 
 

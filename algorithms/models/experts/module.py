@@ -53,7 +53,7 @@ class ExpertTensors(Fusable):
 
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
-        self.num_experts = sizes.num_experts
+        self.num_experts, self._same = sizes.num_experts, sizes.same
         self.gate_up_proj = nn.Parameter(torch.zeros(sizes.num_experts, 2 * sizes.width, config.hidden_size))
         self.down_proj = nn.Parameter(torch.zeros(sizes.num_experts, config.hidden_size, sizes.width))
 
@@ -65,20 +65,25 @@ class ExpertTensors(Fusable):
         nn.init.normal_(self.gate_up_proj, std=self.gate_up_proj.shape[2] ** -0.5)
         nn.init.zeros_(self.down_proj)
 
+    @property
+    def _num_stored(self) -> int:
+        return 1 if self._same else self.num_experts
+
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
         """Published checkpoints have a tensor of each projection per expert."""
         if f"{prefix}0.down_proj.weight" not in stored:
             return
         by_name: dict[str, list[Any]] = {
-            name: [stored.pop(f"{prefix}{expert}.{name}.weight", None) for expert in range(self.num_experts)]
+            name: [stored.pop(f"{prefix}{expert}.{name}.weight", None) for expert in range(self._num_stored)]
             for name in ("gate_proj", "up_proj", "down_proj")
         }
         if any(part is None for parts in by_name.values() for part in parts):
             return  # what is missing is then reported by name
         gates, ups, downs = by_name.values()
         gate_up = [gate.joined(up) for gate, up in zip(gates, ups, strict=True)]
-        stored[f"{prefix}gate_up_proj"] = gate_up[0].stacked(gate_up[1:])
-        stored[f"{prefix}down_proj"] = downs[0].stacked(downs[1:])
+        for name, parts in (("gate_up_proj", gate_up), ("down_proj", downs)):
+            first, others = parts[0], parts[1:]
+            stored[prefix + name] = first.repeated(self.num_experts) if self._same else first.stacked(others)
 
 
 class BiasedExpertTensors(ExpertTensors):
@@ -181,6 +186,8 @@ class Experts(MLP):
 
     imbalance: Tensor | None = None
     """How unevenly the last forward with gradients chose, see `training.imbalance`."""
+    schedule: kernels.ExpertSchedule | None = None
+    """Of the last forward without gradients."""
 
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
@@ -221,7 +228,7 @@ class Experts(MLP):
             out = masked_expert_mlp(rows, routed, weights)
             return (out if shared is None else out + shared).view_as(x)
         tile = kernels.row_tile_of(routed.experts, self.experts.num_experts)
-        schedule = kernels.schedule_experts(routed.experts, self.experts.num_experts, tile, impl=impl)
+        schedule = self.schedule = kernels.schedule_experts(routed.experts, self.experts.num_experts, tile, impl=impl)
         return kernels.expert_mlp(rows, routed, schedule, weights, activation, shared, impl=impl).view_as(x)
 
     def _shared(self, rows: Tensor) -> Tensor | None:

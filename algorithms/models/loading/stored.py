@@ -75,6 +75,10 @@ class Stored:
         read = [other.read for other in others]
         return self.changed((1 + len(others), *self.shape), lambda x: torch.stack([x, *(each() for each in read)]))
 
+    def repeated(self, count: int) -> Stored:
+        """`count` copies along a new first dimension."""
+        return self.changed((count, *self.shape), lambda x: x.expand(count, *x.shape))
+
     def _check_sibling(self, other: Stored, shape: tuple[int, ...]) -> None:
         if (other.shape, other.dtype) != (shape, self.dtype):
             raise ModelError(
