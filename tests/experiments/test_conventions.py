@@ -34,7 +34,9 @@ def test_readings_are_different(algo: str) -> None:
 def test_the_shipped_drafter_is_right_and_a_wrong_file_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [str(TINY / "target"), str(TINY / "dflash"), "--tokens", "16"]
+    text = tmp_path / "prompts"
+    text.write_text("Tom has 3 apples and buys 4 more. How many apples are there now?")
+    arguments = [str(TINY / "target"), str(TINY / "dflash"), "--tokens", "12", "--text", str(text)]
     assert main(arguments) == 0
     assert "the folder's own reading is right" in capsys.readouterr().out
     config = json.loads((TINY / "dflash" / "config.json").read_text())
