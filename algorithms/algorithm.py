@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from algorithms.models.config import DecoderConfig
     from algorithms.models.fusion import FusableModel
     from algorithms.models.loading import Target, TargetFolder
+    from algorithms.step.draft_adjustment import DraftAdjustment
     from specdec_kernels import SamplingTensors, TreeLinks
 
 
@@ -75,6 +76,10 @@ class Batch:
     several entries may be of one request."""
     max_length: int
     """Host bound on L over the batch."""
+    filtered: bool = False
+    """Whether a request of the step filters the tokens that it samples."""
+    adjust: DraftAdjustment | None = None
+    """Changes logits of drafts as the requests' penalties, bias and forbidden tokens change the target's."""
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,8 @@ class DFlash(Algorithm):
         if depth == 0:
             return DraftTree(batch.last_tokens[:, None], kernels.build_chain(batch.lengths, 1, impl=impl))
         hidden, logits = self._block_outputs(batch, self.max_depth if self._sampled else depth)
+        if batch.adjust is not None:
+            batch.adjust(logits, 0, self._drafter.vocabulary)
         paths = self._drafter.along_paths(self._target, logits, hidden, impl)
         drafted = hidden[:, -logits.shape[1] :]
         if (lattice := self._drafter.lattice(logits, drafted, batch.last_tokens, impl)) is not None:
@@ -165,6 +167,8 @@ class DFlash(Algorithm):
         impl, sampling = self._resources.impl, batch.sampling
         if self._sampled is not None:
             assert sampling.temperature is not None
+            if batch.filtered:
+                pairs = _filtered_pairs(lattice, pairs, sampling, impl)
             chain = kernels.sample_chain(lattice, pairs, sampling.temperature, sampling.seeds, batch.lengths, impl=impl)
             probs = kernels.dense_probs(lattice, chain.probs, self._target.config.vocab_size)
             return DraftTree(chain.tokens, kernels.build_chain(batch.lengths, chain.tokens.shape[1], impl=impl), probs)
@@ -248,6 +252,14 @@ def _attention_kinds(drafter: DFlashConfig, run_window: int | None) -> list[tupl
         windows = [window for window in (own, run_window) if window is not None]
         kinds.append((mode, min(windows, default=None)))
     return kinds
+
+
+def _filtered_pairs(lattice: kernels.Lattice, pairs: Tensor, sampling: kernels.SamplingTensors, impl: str) -> Tensor:
+    """`pairs` [B, D, C, C] with -inf for candidates that a request's filters remove from those after a predecessor."""
+    values = lattice.logits.float()[:, :, None] + pairs
+    rows = sampling.repeated(values[0, ..., 0].numel())
+    kept = kernels.filtered_probs(values.flatten(0, 2), rows, impl=impl).view_as(values) > 0
+    return pairs.where(kept, float("-inf"))
 
 
 def _block_of(config: DFlash.Config, drafter: DFlashConfig) -> int:

@@ -54,6 +54,7 @@ class TreeDrafter:
     def chain(self, batch: Batch, logits: Tensor, run: RunLevel, mixers: Levels | None = None) -> DraftTree:
         """Draft a chain from `logits [B, V]` after the last token; `mixers` are `chain_mixers(batch)`."""
         levels = mixers or self.chain_mixers(batch)
+        logits, run = self._adjusted(batch, logits, run)
         if self.sampled is not None:
             return self.sampled.grow(
                 batch, logits, lambda level, tokens, _: run(tokens, None, levels[level + self.base])
@@ -75,6 +76,7 @@ class TreeDrafter:
 
     def tree(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
         """Draft a tree from `logits [B, V]` after the last token."""
+        logits, run = self._adjusted(batch, logits, run)
         if self.sampled is not None:
             levels = self._tree_mixers(batch, self.sampled.masks(len(logits)))
             return self.sampled.grow(batch, logits, lambda level, tokens, parents: run(tokens, parents, levels[level]))
@@ -87,6 +89,21 @@ class TreeDrafter:
         return grow_tree(
             batch, logits, run_level, self.shape, masks, self.resources.impl, base=self.base, vocabulary=self.vocabulary
         )
+
+    def _adjusted(self, batch: Batch, logits: Tensor, run: RunLevel) -> tuple[Tensor, RunLevel]:
+        """`logits` [B, V] and those of `run`, changed as the requests ask."""
+        adjust, depth = batch.adjust, 0
+        if adjust is None:
+            return logits, run
+        adjust(logits[:, None], 0, self.vocabulary)
+
+        def adjusted(tokens: Tensor, parents: Tensor | None, mixer: Mixer) -> Tensor:
+            nonlocal depth
+            depth, found = depth + 1, run(tokens, parents, mixer)
+            adjust(found, depth, self.vocabulary)
+            return found
+
+        return logits, adjusted
 
     def _tree_mixers(self, batch: Batch, masks: list[Tensor]) -> Levels:
         depths = None

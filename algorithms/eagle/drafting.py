@@ -129,11 +129,16 @@ class PEagle(Eagle3):
 
         impl, vocabulary, sampled = self._resources.impl, self._drafter.vocabulary, self._tree.sampled
         if sampled is not None:
-            return sampled.sample(batch, self._marginals(batch, self.max_depth))
-        logits = self._marginals(batch, min(self._shape.steps, num_nodes - 1))
+            return sampled.sample(batch, self._adjusted(batch, self._marginals(batch, self.max_depth)))
+        logits = self._adjusted(batch, self._marginals(batch, min(self._shape.steps, num_nodes - 1)))
         if self.chain:
             return draft_chain(batch, logits, impl, vocabulary, self._resources.needs_path_probs)
         return draft_tree(batch, logits, self._shape.topk, num_nodes, impl, vocabulary)
+
+    def _adjusted(self, batch: Batch, logits: Tensor) -> Tensor:
+        if batch.adjust is not None:
+            batch.adjust(logits, 0, self._drafter.vocabulary)
+        return logits
 
     def _marginals(self, batch: Batch, depth: int) -> Tensor:
         """Logits [B, depth, V_d] of the positions after the last token. The keys of mask rows are written over by the

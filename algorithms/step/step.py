@@ -22,6 +22,7 @@ from algorithms.models.layers import Mixer
 from algorithms.parallel.tensor_parallel import agree_on_acceptance, agree_on_draft
 from algorithms.step.constraints import ConstraintState
 from algorithms.step.context import StepParts
+from algorithms.step.draft_adjustment import DraftAdjustment
 from algorithms.step.prefill_batch import PrefillBatch
 from algorithms.step.sampling_params import SamplingNeeds
 from specdec_kernels import (
@@ -111,7 +112,7 @@ class Step:
 
     def draft(self) -> None:
         """Let the drafter propose a tree. Raises EngineError if the step is checked and the tree is not as declared."""
-        algorithm, batch = self._parts.algorithm, self._batch
+        algorithm, batch = self._parts.algorithm, self._adjusted_batch()
         if self.num_nodes == algorithm.num_nodes:
             tree = algorithm.propose(batch)
             if self._checked:
@@ -122,6 +123,16 @@ class Step:
         else:
             tree = self._first_nodes(algorithm.propose_few(batch, self.num_nodes))
         self.drafted = self.tree = agree_on_draft(tree)
+
+    def _adjusted_batch(self) -> Batch:
+        """The batch as the drafter sees it."""
+        needs, state = self._needs, self._parts.state
+        batch = replace(self._batch, filtered=needs.filtered)
+        if not (needs.penalised or needs.forbids):
+            return batch
+        penalties, forbidden = state.penalties if needs.penalised else None, state.forbidden if needs.forbids else None
+        vocab, impl = self._parts.resources.target.config.vocab_size, self._parts.resources.impl
+        return replace(batch, adjust=DraftAdjustment(penalties, forbidden, batch.slots, batch.lengths, vocab, impl))
 
     def _first_nodes(self, tree: DraftTree) -> DraftTree:
         """The first nodes of a tree that has more. Parents come before their children. The first nodes of a sampled

@@ -351,7 +351,7 @@ def methods_by_label(methods: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def method_config(key: str, settings: Any) -> Any:
-    """The algorithm's own configuration from a mapping with `name`, which may name a drafter of its own as `draft_path`.
+    """The algorithm's own configuration from a mapping with `name`, and where it has a drafter of its own `draft_path`.
 
     Raises ValueError naming what does not fit.
     """

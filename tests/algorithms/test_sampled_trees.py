@@ -103,9 +103,14 @@ NUM_TOKENS = 3
 TEMPERATURE = 1.5
 
 
+BIAS = {3: 4.0, 17: -6.0, 40: 2.5}
+
+
 @cache
-def class_distribution() -> torch.Tensor:
-    """[4, 4, 4] float64: the classes of the first three tokens of autoregressive sampling."""
+def class_distribution(biased: bool = False, top_k: int = VOCAB) -> torch.Tensor:
+    """[4, 4, 4] float64: the classes of the first three tokens of autoregressive sampling, with `BIAS` and top-k."""
+    bias = torch.zeros(VOCAB, dtype=torch.float64)
+    bias[list(BIAS)] = torch.tensor(list(BIAS.values()), dtype=torch.float64) * biased
     prompt = torch.tensor(requests(1)[0].prompt_ids)
     joint, texts = torch.ones(1, dtype=torch.float64), prompt[None]
     for place in range(NUM_TOKENS):
@@ -113,7 +118,9 @@ def class_distribution() -> torch.Tensor:
             token = torch.arange(VOCAB).repeat(len(texts))[:, None]
             texts = torch.cat([texts.repeat_interleave(VOCAB, 0), token], 1)
         hidden, _ = TARGET.model(texts, DenseMixer(CONFIG, texts.shape[1], "cpu"))
-        following = torch.softmax(TARGET.model.logits(hidden[:, -1]).double() / TEMPERATURE, -1)
+        logits = TARGET.model.logits(hidden[:, -1]).double() + bias
+        least = logits.topk(top_k).values[:, -1:]
+        following = torch.softmax(logits.where(logits >= least, -torch.inf) / TEMPERATURE, -1)
         joint = (joint[:, None] * following).flatten()
     classes = torch.nn.functional.one_hot(torch.arange(VOCAB) % CLASSES).double()
     return torch.einsum("abc,ai,bj,ck->ijk", joint.view(VOCAB, VOCAB, VOCAB), classes, classes, classes)
@@ -122,15 +129,30 @@ def class_distribution() -> torch.Tensor:
 @pytest.mark.parametrize("name", TREES)
 def test_three_tokens_follow_the_targets_distribution(make: Callable[[str], Algorithm], name: str) -> None:
     """The classes of the first three tokens over many seeds; a true engine fails once in a million runs."""
+    check_distribution(make(name), class_distribution())
+
+
+@pytest.mark.parametrize("name", ["standalone", "eagle3_chain", "peagle", "dflash", "dflash_rnn", "dflash_reduced"])
+def test_biased_drafts_follow_the_targets_distribution(make: Callable[[str], Algorithm], name: str) -> None:
+    check_distribution(make(name), class_distribution(biased=True), logit_bias=BIAS)
+
+
+@pytest.mark.parametrize("name", ["eagle3_chain", "dflash_selector"])
+def test_filtered_drafts_follow_the_targets_distribution(make: Callable[[str], Algorithm], name: str) -> None:
+    check_distribution(make(name), class_distribution(top_k=9), top_k=9)
+
+
+def check_distribution(algorithm: Algorithm, expected: torch.Tensor, **sampling: Any) -> None:
+    """The classes of the first three tokens of many seeds are distributed as `expected`, [4, 4, 4]."""
     seeds = 1000
-    first = changed(requests(1, NUM_TOKENS)[0], temperature=TEMPERATURE)
+    first = changed(requests(1, NUM_TOKENS)[0], temperature=TEMPERATURE, **sampling)
     asked = [changed(first, id=seed, seed=seed) for seed in range(seeds)]
-    completions = run(make(name), asked, Setup(max_batch=500), TARGET).completions
+    completions = run(algorithm, asked, Setup(max_batch=500), TARGET).completions
     written = torch.tensor([c.token_ids for c in completions]) % CLASSES
     counts = torch.bincount((written * torch.tensor([CLASSES**2, CLASSES, 1])).sum(1), minlength=CLASSES**3)
     accepted = sum(sum(c.accepted_counts) for c in completions)
     assert accepted > seeds / 20, "a test of drafts that are hardly ever accepted shows nothing"
-    assert chisquare(counts, class_distribution().flatten() * seeds, sum_check=False).pvalue > 1e-6
+    assert chisquare(counts, expected.flatten() * seeds, sum_check=False).pvalue > 1e-6
 
 
 @pytest.mark.parametrize("draw", ["sample", "without_replacement"])

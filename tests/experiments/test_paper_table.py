@@ -7,14 +7,18 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from math import sqrt
 from pathlib import Path
 
 import pytest
 
-from experiments.app.task_schema import prompt_set
+from experiments.app.schema import ModelConfig
+from experiments.app.task_schema import method_config, prompt_set
 from experiments.report.pivot import Estimate, Figure, Pivot, csv_text, html, latex, markdown, over_seeds, with_average
+from experiments.report.run_folder import RunFolder
 from experiments.tasks.paper_table import figures, paper_tables
+from experiments.tasks.resumed import drop_unless_together
 from tests.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +93,31 @@ def test_a_set_may_come_from_a_file(tmp_path: Path) -> None:
     assert (prompt_set(path, 3, True).path, prompt_set("code", 3, True).name) == (path, "code")
     with pytest.raises(ValueError, match="task.data: code is made here and takes no file"):
         prompt_set(f"code:{path}", 3, True)
+
+
+def test_a_method_may_have_a_drafter_of_its_own() -> None:
+    model = ModelConfig(name="m", path="p", drafts={"dflash": "shared"})
+    settings = {"name": "dflash", "topk": 4}
+    own = method_config("task.methods.x", {**settings, "draft_path": "mine"})
+    plain = method_config("task.methods.x", settings)
+    assert isinstance(own, type(plain)) and asdict(own) == {**asdict(plain), "draft_path": "mine"}
+    assert (model.drafter_of_method(own), model.drafter_of_method(plain)) == ("mine", "shared")
+    with pytest.raises(ValueError, match="task.methods.x: algo=ngram with these settings takes no drafter"):
+        method_config("task.methods.x", {"name": "ngram", "draft_path": "mine"})
+
+
+@pytest.mark.parametrize("processes, kept", [("aa", True), ("ab", False), ("a", False)])
+def test_methods_that_one_process_decoded_are_kept(tmp_path: Path, processes: str, kept: bool) -> None:
+    """Of a resumed run; what is dropped is dropped on disk, and other sets stay."""
+    folder = RunFolder(tmp_path / "run")
+    for data in ("here", "elsewhere"):
+        for method, process in zip(("plain", "drafted"), processes, strict=False):
+            folder.decodings.append({"data": data, "method": method, "round": 0, "process": process})
+            folder.record({"data": data, "method": method, "id": 0})
+    drop_unless_together(folder, "here", ["plain", "drafted"])
+    for log in (folder.decodings, folder.requests):
+        entries = [json.loads(line) for line in log.path.read_text().splitlines()]
+        assert [e["data"] for e in entries] == ["here"] * len(processes) * kept + ["elsewhere"] * len(processes)
 
 
 @pytest.fixture(scope="module")
