@@ -18,7 +18,7 @@ from specdec_kernels import AttentionMetadata, level_slots
 class LevelSizes(NamedTuple):
     """How many forwards there are, their tokens per request, and the slots between L and the first of them."""
 
-    count: int
+    forwards: int
     width: int = 1
     first: int = 0
 

@@ -55,8 +55,10 @@ class Memory(Protocol):
 class DraftMemory(Protocol):
     """What a drafter's layers keep, which are of one kind."""
 
-    windowed: bool
-    """Whether a layer has a sliding window, so that `levels` of a tree needs depths."""
+    @property
+    def windowed(self) -> bool:
+        """Whether a layer has a sliding window, so that `levels` of a tree needs depths."""
+        ...
 
     def following(self, seen: Observation) -> Mixer:
         """Plan a forward over the text just observed."""

@@ -45,7 +45,7 @@ MUTANTS = (
         ("tests/kernels/test_launch.py::test_a_launch_goes_to_the_gpu_of_its_tensors",),
         "historical: tensors of the second GPU, a launch on the first",
     ),
-    bugs_in("algorithms/attention/paged_attention.py")(
+    bugs_in("algorithms/attention/levels.py")(
         "levels_read_slots_of_later_levels",
         "tree_width=first + {{(level + 1) -> min(level + 2, count)}} * width)",
         (_FAULTS + "test_nothing_is_read_before_it_is_written[fa4-standalone_tree]",),

@@ -36,7 +36,7 @@ class Planned:
     latest: Planned
 
     def __init__(self, batch: Any, sizes: LevelSizes, views: LevelViews | None = None) -> None:
-        self.count, self.views = sizes.count, views
+        self.count, self.views = sizes.forwards, views
         self.used: list[int] = []
         Planned.latest = self
 
