@@ -39,7 +39,7 @@ MUTANTS = (
         (_TESTS + "test_the_distribution_of_a_sampled_chain[speculators dflash]",),
         "historical: windows of speculators count from each query (sfllm#35 the other way round)",
     ),
-    _drafting(
+    bugs_in("algorithms/drafting/marginals.py")(
         "block_drafts_keep_their_own_ids",
         "ids if vocabulary is None else ids{{ + vocabulary.take(ids) -> }}",
         (_TESTS + "test_greedy_chains[speculators dspark vanilla]",),
@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     _heads(
         "block_domino_corrects_its_plain_drafts",
-        "slot.level < self._num_plain{{ -> - 1}}",
+        "slot.level < self.num_plain{{ -> - 1}}",
         (_TESTS + "test_the_distribution_of_a_sampled_chain[domino]",),
         "the first drafts are corrected although they were trained without",
     ),

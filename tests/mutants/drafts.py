@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     _decoder(
         "closing_norm_of_the_mlp_is_skipped",
-        "return stream + _closed({{self.post_mlp_layernorm -> None}}, self.mlp(norm(stream)))",
+        "return stream + _closed({{self.post_mlp_layernorm -> None}}, self.mlp(norm(stream), real))",
         _GLM,
         "the MLP's output enters the residual stream without its norm",
     ),

@@ -145,7 +145,7 @@ MUTANTS = (
         ("tests/algorithms/models/test_fusion.py::test_both_forwards_agree[qwen3-reference]",),
         "the norm at the end of a layer has the weights of the layer itself",
     ),
-    _decoder(
+    bugs_in("algorithms/models/layers.py")(
         "packed_in_another_order",
         "self._packed = self._packed or packed((self.{{gate_proj, self.up_proj -> up_proj, self.gate_proj}}))",
         ("tests/algorithms/models/test_fusion.py::test_both_forwards_agree[qwen3-reference]",),
