@@ -15,6 +15,7 @@ _argmax = bugs_in("specdec_kernels/projection/kernel_argmax.py")
 _configs = bugs_in("specdec_kernels/projection/configs.py")
 _TESTS = "tests/kernels/test_projection.py"
 _case = partial(parity, "projection")
+_layers = bugs_in("algorithms/models/layers.py")
 _decoder = bugs_in("algorithms/models/decoder.py")
 
 MUTANTS = (
@@ -153,7 +154,7 @@ MUTANTS = (
         ("tests/algorithms/models/test_fusion.py::test_both_forwards_agree[qwen3-reference]",),
         "the norm at the end of a layer has the weights of the layer itself",
     ),
-    _decoder(
+    _layers(
         "packed_in_another_order",
         "self._packed = self._packed or packed((self.{{gate_proj, self.up_proj -> up_proj, self.gate_proj}}))",
         ("tests/algorithms/models/test_fusion.py::test_both_forwards_agree[qwen3-reference]",),
