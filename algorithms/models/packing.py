@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,9 @@ def packed(projections: Sequence[nn.Linear | ScaledLinear]) -> Packed:
     # torch does not join float8 numbers on every device.
     narrow = torch.uint8 if scaled else dtype
     weights: list[Tensor] = [projection.weight.view(narrow) for projection in projections]
-    weight: Tensor | ScaledWeight = torch.cat(weights)
-    if scaled:
-        weight = _scaled(cast(Tensor, weight), [projection.scaled_weight for projection in scaled])
-        parts = weight.codes.split(sizes)
-    else:
-        parts = weight.split(sizes)
+    joined = torch.cat(weights)
+    weight = _scaled(joined, [projection.scaled_weight for projection in scaled]) if scaled else joined
+    parts = joined.split(sizes)
     for projection, part in zip(projections, parts, strict=True):
         projection.weight = nn.Parameter(part.view(dtype), requires_grad=False)
     biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]

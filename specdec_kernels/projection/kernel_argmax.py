@@ -19,15 +19,8 @@ from specdec_kernels.all_reduce.types import SLOTS, Exchange
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import reference
-from specdec_kernels.projection.kernel import (
-    Operands,
-    Tile,
-    config_of,
-    partial_sum,
-    takes,
-    weight_rows,
-    with_later_splits,
-)
+from specdec_kernels.projection.device import Operands, Tile, weight_rows
+from specdec_kernels.projection.kernel import config_of, partial_sum, takes, with_later_splits
 from specdec_kernels.projection.types import Product
 from specdec_kernels.sampling.device import usable
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection.configs import LinearConfig
-from specdec_kernels.projection.kernel import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
+from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
 from specdec_kernels.projection.types import GROUP, Product
 
 _GROUP = tl.constexpr(GROUP)
@@ -142,7 +142,6 @@ def scaled_sum(of, scales, k_first, k_end, TILE: tl.constexpr, SCALING: tl.const
     return acc * following[:, None] if SCALING.BY_ROW else acc
 
 
-# One argument more than 16: the scales have three of their own.
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _scaled_linear_kernel(
     x_ptr,  # [rows, K]

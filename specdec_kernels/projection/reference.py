@@ -32,7 +32,7 @@ def linear(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype 
         wide = torch.promote_types(product.x.dtype, out_dtype or product.x.dtype)
         weight = product.weight.to(wide)
     result = F.linear(product.x.to(wide), weight, None if bias is None else bias.to(wide))
-    return result.to(out_dtype or product.x.dtype)
+    return result.to(torch.promote_types(product.x.dtype, out_dtype or product.x.dtype))
 
 
 def linear_silu_mul(product: Product) -> Tensor:

@@ -15,6 +15,7 @@ from specdec_kernels.cases import Maker
 from specdec_kernels.launch import CHIPS, record_launches
 from specdec_kernels.norm import add_rms_norm
 from specdec_kernels.projection import (
+    device,
     kernel,
     kernel_library,
     linear,
@@ -23,8 +24,8 @@ from specdec_kernels.projection import (
     linear_argmax,
     linear_silu_mul,
 )
-from specdec_kernels.projection.cases import WEIGHTS, argmax_inputs, linear_inputs, normed_inputs
-from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config
+from specdec_kernels.projection.cases import WEIGHTS, argmax_inputs, linear_inputs, normed_inputs, scaled_inputs
+from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
 from specdec_kernels.projection.types import Product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,6 +46,45 @@ def test_a_row_has_the_same_bits_among_others(function: Any, outer: int, inner: 
         assert torch.equal(function(x[:rows], weight, **options), whole[:rows]), f"{rows} rows"
     x[1:] = float("nan")
     assert torch.equal(function(x[:9], weight, **options)[0], whole[0])
+
+
+@pytest.mark.parametrize("groups", [(128, 128), (1, 700)], ids=["blocks", "rows"])
+def test_a_row_of_a_scaled_product_has_the_same_bits_among_others(groups: tuple[int, int]) -> None:
+    """Without `batch_invariant` too: the kernel takes any number of rows."""
+    inputs = scaled_inputs(Maker.seeded(DEVICE, DTYPE), 140, 264, 700, groups=groups)
+    x, weight = inputs["x"], inputs["weight"]
+    whole = linear(x, weight, impl="triton")
+    for rows in (1, 17, 64):
+        assert torch.equal(linear(x[:rows], weight, impl="triton"), whole[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("bytes_", [2, 4])
+def test_the_steps_of_a_scaled_product_do_not_depend_on_the_rows(chip: str, bytes_: int) -> None:
+    """Each is in one group of 128 inner elements."""
+    for outer, inner in [*WEIGHTS.values(), (1, 1), (45, 33), (1000, 129)]:
+        configs = [scaled_config(chip, outer, inner, rows, bytes_) for rows in (1, *ROWS, 200)]
+        steps = {(config.splits, config.split_length(inner), config.block_k) for config in configs}
+        assert len(steps) == 1, f"{outer} x {inner}: {steps}"
+        _, length, block_k = steps.pop()
+        assert 128 % block_k == 0 and (length % block_k == 0 or length == inner)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(group_rows=3), "weight.group_rows: expected a power of two up to 128, got 3"),
+        (dict(group_inner=64), "weight.group_inner: expected 128, or 300 with group_rows=1, got 64"),
+        (dict(scales=torch.ones(2, 3)), r"weight.scales: expected shape \[3, 3\], got \[2, 3\]"),
+        (dict(codes=torch.zeros(264, 300)), "weight.codes: expected dtype torch.uint8"),
+    ],
+)
+def test_a_bad_scaled_weight_is_named(change: dict[str, Any], message: str) -> None:
+    inputs = scaled_inputs(Maker.seeded("cpu"), 3, 264, 300)
+    with pytest.raises(ValueError, match=message):
+        linear(inputs["x"], inputs["weight"]._replace(**change))
+    with pytest.raises(ValueError, match="got a ScaledWeight, which this product does not take"):
+        linear_argmax(inputs["x"], inputs["weight"])
 
 
 def test_a_normed_row_has_the_same_bits_among_others() -> None:
@@ -149,7 +189,7 @@ def test_counters_are_zero_after_a_launch() -> None:
     first = linear(**inputs, impl="triton")
     for _ in range(3):
         assert torch.equal(linear(**inputs, impl="triton"), first)
-    assert not kernel._tickets(inputs["x"].device, 1).any()
+    assert not device.tickets(inputs["x"].device, 1).any()
 
 
 @pytest.mark.gpu

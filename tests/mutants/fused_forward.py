@@ -9,10 +9,13 @@ from tests.mutants.mutant import bugs_in, parity
 _norm = bugs_in("specdec_kernels/norm/kernel.py")
 _activation = bugs_in("specdec_kernels/activation/kernel.py")
 _projection = bugs_in("specdec_kernels/projection/kernel.py")
+_device = bugs_in("specdec_kernels/projection/device.py")
+_scaled = bugs_in("specdec_kernels/projection/kernel_scaled.py")
 _argmax = bugs_in("specdec_kernels/projection/kernel_argmax.py")
 _configs = bugs_in("specdec_kernels/projection/configs.py")
 _TESTS = "tests/kernels/test_projection.py"
 _case = partial(parity, "projection")
+_layers = bugs_in("algorithms/models/layers.py")
 _decoder = bugs_in("algorithms/models/decoder.py")
 
 MUTANTS = (
@@ -47,6 +50,12 @@ MUTANTS = (
         parity("activation", "silu_odd"),
         "the halves of the packed projection are taken for each other",
     ),
+    _scaled(
+        "scale_of_the_group_before",
+        "group = tl.minimum({{first + TILE.BLOCK_K -> first}}, of.K - 1) // _GROUP",
+        _case("scaled_576_rows"),
+        "a group of the inner dimension has the scale of the one before it",
+    ),
     _projection(
         "split_reads_past_its_end",
         "k_first = split * split_length\n    k_end = {{tl.minimum(K, k_first + split_length) -> K}}",
@@ -59,13 +68,13 @@ MUTANTS = (
         _case("linear_odd"),
         "a step past the end of a row reads the row behind it",
     ),
-    _projection(
+    _device(
         "ticket_not_reset",
         "            tl.store(ticket_ptr + place, {{0 -> 1}})",
         (f"{_TESTS}::test_counters_are_zero_after_a_launch",),
         "the second replay of a graph takes the first program to arrive for the last",
     ),
-    _projection(
+    _device(
         "first_arrival_adds",
         'sem="acq_rel") == {{splits - 1 -> 0}}',
         _case("linear_small_down"),
@@ -77,7 +86,7 @@ MUTANTS = (
         _case("normed_splits"),
         "the norm behind a projection forgets a partial sum",
     ),
-    _projection(
+    _device(
         "gate_rows_of_a_full_tile",
         "row = tl.minimum(tile * HALF + lane {{% HALF -> "
         "// 2}}, OUTER // 2 - 1) + (lane {{// HALF -> % 2}}) * (OUTER // 2)",
@@ -145,7 +154,7 @@ MUTANTS = (
         ("tests/algorithms/models/test_fusion.py::test_both_forwards_agree[qwen3-reference]",),
         "the norm at the end of a layer has the weights of the layer itself",
     ),
-    bugs_in("algorithms/models/layers.py")(
+    _layers(
         "packed_in_another_order",
         "self._packed = self._packed or packed((self.{{gate_proj, self.up_proj -> up_proj, self.gate_proj}}))",
         ("tests/algorithms/models/test_fusion.py::test_both_forwards_agree[qwen3-reference]",),

@@ -1,0 +1,166 @@
+"""What the kernels of products share: places of operands, sums of splits, results, and the programs of a launch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.activation.kernel import gated
+from specdec_kernels.projection.configs import LinearConfig
+from specdec_kernels.projection.types import Product
+
+_FEWEST_TICKETS = 1 << 16
+
+
+@triton.jit
+def weight_rows(tile, OUTER, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+    """The weight's rows of a column tile, [COLUMNS]: past the last one the last again. A gated tile holds rows of
+    the gate in its first half and the same rows of up in its second."""
+    lane = tl.arange(0, COLUMNS)
+    if GATED:
+        HALF: tl.constexpr = COLUMNS // 2
+        row = tl.minimum(tile * HALF + lane % HALF, OUTER // 2 - 1) + (lane // HALF) * (OUTER // 2)
+    else:
+        row = tl.minimum(tile * COLUMNS + lane, OUTER - 1)
+    return row
+
+
+class Operands(NamedTuple):
+    """What a program multiplies."""
+
+    x: Any  # [M, K]
+    weight: Any  # [OUTER, K]
+    weight_row: Any  # [COLUMNS]
+    row: Any  # [ROWS]
+    rows: Any  # M
+    K: Any
+
+
+class Tile(NamedTuple):
+    """Compile-time sizes of a program. EVEN_K: every split is a whole number of steps."""
+
+    ROWS: Any
+    COLUMNS: Any
+    BLOCK_K: Any
+    EVEN_K: Any
+
+
+@triton.jit
+def weight_at(of, k_first, lane):
+    return of.weight + of.weight_row.to(tl.int64)[:, None] * of.K + k_first + lane[None, :]
+
+
+@triton.jit
+def x_at(of, k_first, lane):
+    return of.x + of.row.to(tl.int64)[None, :] * of.K + k_first + lane[:, None]
+
+
+@triton.jit
+def _arrive(part_ptr, ticket_ptr, acc, split, splits, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """Write this split's partial sum; whether all splits of the tile are written now."""
+    lane = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    tl.store(part_ptr + split * (COLUMNS * ROWS) + lane, acc)
+    tl.debug_barrier()  # all threads have stored before one of them raises the counter
+    return tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == splits - 1
+
+
+@triton.jit
+def _sum_of_splits(part_ptr, splits, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """[COLUMNS, ROWS] float32: the partial sums added in order. Read past the first-level cache, which does not see
+    what other processors write."""
+    lane = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    total = tl.load(part_ptr + lane, cache_modifier=".cg")
+    for split in tl.range(1, splits):
+        total += tl.load(part_ptr + split * (COLUMNS * ROWS) + lane, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _write(out_ptr, bias_ptr, acc, of, tile, OUTER, TILE: tl.constexpr, GATED: tl.constexpr):
+    """Bias, rounding, and the activation if GATED."""
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + of.weight_row).to(tl.float32)[:, None]
+    narrow = acc.to(out_ptr.dtype.element_ty)
+    if GATED:
+        HALF: tl.constexpr = TILE.COLUMNS // 2
+        pairs = tl.permute(tl.reshape(narrow.to(tl.float32), (2, HALF, TILE.ROWS)), (1, 2, 0))
+        gate, up = tl.split(pairs)
+        narrow = gated(gate, up, out_ptr.dtype.element_ty)
+        width = OUTER // 2
+        column = tile * HALF + tl.arange(0, HALF)
+    else:
+        width = OUTER
+        column = tile * TILE.COLUMNS + tl.arange(0, TILE.COLUMNS)
+    at = out_ptr + of.row.to(tl.int64)[None, :] * width + column[:, None]
+    tl.store(at, narrow, mask=(column < width)[:, None] & (of.row < of.rows)[None, :])
+
+
+@triton.jit
+def finish(
+    out_ptr,
+    bias_ptr,
+    part_ptr,
+    ticket_ptr,
+    acc,
+    of,
+    tile,
+    split,
+    splits,
+    OUTER,
+    TILE: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Write `acc`, the sum of a split, or the result if this is the last split of its tile to arrive."""
+    if ticket_ptr is None:  # all splits, or one of those that the next kernel adds
+        out_ptr += split.to(tl.int64) * of.rows * OUTER
+        _write(out_ptr, bias_ptr, acc, of, tile, OUTER, TILE, GATED)
+    else:
+        place = tl.program_id(0) * tl.num_programs(1) + tile
+        tile_ptr = part_ptr + place.to(tl.int64) * splits * (TILE.COLUMNS * TILE.ROWS)
+        if _arrive(tile_ptr, ticket_ptr + place, acc, split, splits, TILE.COLUMNS, TILE.ROWS):
+            total = _sum_of_splits(tile_ptr, splits, TILE.COLUMNS, TILE.ROWS)
+            tl.store(ticket_ptr + place, 0)
+            _write(out_ptr, bias_ptr, total, of, tile, OUTER, TILE, GATED)
+
+
+_tickets_of: dict[torch.device, Tensor] = {}
+
+
+def tickets(device: torch.device, tiles: int) -> Tensor:
+    """Zeros that every launch leaves as zeros. Launches that share them must be ordered, as on one stream.
+
+    Raises:
+        RuntimeError: the first use on the device is inside a graph capture, where the zeros would not be written.
+    """
+    found = _tickets_of.get(device)
+    if found is None or found.shape[0] < tiles:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("linear: call it once outside of a graph capture first, its counters must be zeroed")
+        found = torch.zeros(max(tiles, _FEWEST_TICKETS), dtype=torch.int32, device=device)
+        _tickets_of[device] = found
+    return found
+
+
+class Work(NamedTuple):
+    """The programs of a launch, and the memory through which those of a tile add their sums."""
+
+    grid: tuple[int, int, int]
+    part: Tensor | None
+    ticket: Tensor | None
+
+
+def work_of(product: Product, out: Tensor, is_gated: bool, config: LinearConfig) -> Work:
+    """As for `launch_linear`."""
+    x, outer = product.x, product.weight.shape[0]
+    columns, width = (config.columns // 2, outer // 2) if is_gated else (config.columns, outer)
+    row_blocks, tiles = -(-product.rows // config.rows), -(-width // columns)
+    grid = (row_blocks, tiles, 1 if config.in_order else config.splits)
+    if config.splits == 1 or out.ndim != x.ndim or config.in_order:
+        return Work(grid, None, None)
+    part_shape = (row_blocks * tiles, config.splits, config.columns, config.rows)
+    part = torch.empty(part_shape, dtype=torch.float32, device=x.device)
+    return Work(grid, part, tickets(x.device, row_blocks * tiles))
