@@ -216,16 +216,17 @@ class Experts(MLP):
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        learns = torch.is_grad_enabled() and self.impl is None and type(self.experts) is ExpertTensors
+        learns = torch.is_grad_enabled() and self.impl is None
+        plain = self.experts if learns and type(self.experts) is ExpertTensors else None
         # The definition reads back which experts have rows, so a GPU runs the kernels whatever the forward.
-        impl = self.impl or ("triton" if x.is_cuda and not learns else "reference")
+        impl = self.impl or ("triton" if x.is_cuda and plain is None else "reference")
         logits, bias = self.gate(rows), self.gate.e_score_correction_bias
         routed = kernels.route_experts(logits, self.routing, bias, real, impl=impl)
         weights, activation = self.experts.weights, self.activation
         shared = self._shared(rows)
-        if learns:
+        if plain is not None:
             self.imbalance = imbalance(logits, routed)
-            out = masked_expert_mlp(rows, routed, weights)
+            out = masked_expert_mlp(rows, routed, plain.gate_up_proj, plain.down_proj)
             return (out if shared is None else out + shared).view_as(x)
         tile = kernels.row_tile_of(routed.experts, self.experts.num_experts)
         schedule = self.schedule = kernels.schedule_experts(routed.experts, self.experts.num_experts, tile, impl=impl)

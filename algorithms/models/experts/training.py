@@ -7,18 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec_kernels import ExpertWeights, Routed
+from specdec_kernels import Routed
 from specdec_kernels.activation.reference import silu_mul
 
 
-def masked_expert_mlp(x: Tensor, routed: Routed, weights: ExpertWeights) -> Tensor:
-    """[T, H]: `specdec_kernels.expert_mlp` of `x [T, H]` without a shared expert, through which gradients flow. Two
-    products in all, the second of which adds the experts."""
-    count, outer, _ = weights.gate_up.shape
+def masked_expert_mlp(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
+    """[T, H]: `specdec_kernels.expert_mlp` of `x [T, H]` with the matrices `gate_up [E, 2 F, H]` and `down [E, H, F]`,
+    through which gradients flow. Two products in all, the second of which adds the experts."""
+    count, outer, _ = gate_up.shape
     shares = x.new_zeros(len(x), count + 1, dtype=routed.weights.dtype)
     shares = shares.scatter_add(1, routed.experts.long(), routed.weights)[:, :count]  # the last one is no expert
-    hidden = silu_mul(F.linear(x, weights.gate_up.flatten(0, 1)).unflatten(1, (count, outer)))
-    return F.linear((hidden * shares[..., None]).flatten(1), weights.down.transpose(0, 1).flatten(1)).to(x.dtype)
+    hidden = silu_mul(F.linear(x, gate_up.flatten(0, 1)).unflatten(1, (count, outer)))
+    return F.linear((hidden * shares[..., None]).flatten(1), down.transpose(0, 1).flatten(1)).to(x.dtype)
 
 
 def imbalance(logits: Tensor, routed: Routed) -> Tensor:

@@ -101,7 +101,7 @@ def test_masked_experts_are_the_definition() -> None:
     weights, chosen = ExpertWeights(gate_up, down), routed()
     schedule = kernels.schedule_experts(chosen.experts, count, 16, impl="reference")
     outputs = [
-        masked_expert_mlp(x, chosen, weights),
+        masked_expert_mlp(x, chosen, weights.gate_up, weights.down),
         kernels.expert_mlp(x, routed(), schedule, weights, impl="reference"),
     ]
     torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
