@@ -145,7 +145,7 @@ def test_a_padding_row_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             tokens=torch.where(padding[:, None], 1, accepted.tokens),
         )
 
-    few = [changed(request, max_new_tokens=3 + 3 * request.id) for request in requests(7)]
+    few = requests(3, max_new_tokens=20)  # steps of four rows have padding, whose page is one of request 0
     wanted = answers(few, Setup(max_batch=1), TARGET)
     algorithm = Scripted(scripts(few, wanted), depth=3, decoys=True)
     padded: list[Tensor] = []

@@ -101,7 +101,7 @@ MUTANTS = (
     ),
     bugs_in("algorithms/step/step.py")(
         "padding_rows_move_keys",
-        "committed.start, {{committed -> self.accepted}}.nodes, impl=impl)",
+        "memory.commit(self.mixer, batch, committed{{ -> ._replace(nodes=accepted.nodes)}}, self._chain)",
         (_FAULTS + "test_a_padding_row_moves_nothing",),
         "a padding row of a captured step moves keys and values in pages that it no longer owns",
     ),
