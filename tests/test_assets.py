@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-LARGEST_BYTES = 96_000_000
+LARGEST_BYTES = 110_000_000
 COMPANIONS = {"config.json", "training.jsonl", "training.svg", "training_summary.json"}
 
 
