@@ -8,6 +8,7 @@ explains the contract with an example. This file imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from algorithms.models.config import DecoderConfig
     from algorithms.models.fusion import FusableModel
     from algorithms.models.loading import Target, TargetFolder
-    from algorithms.step.draft_adjustment import DraftAdjustment
     from specdec_kernels import SamplingTensors, TreeLinks
 
 
@@ -78,7 +78,7 @@ class Batch:
     """Host bound on L over the batch."""
     filtered: bool = False
     """Whether a request of the step filters the tokens that it samples."""
-    adjust: DraftAdjustment | None = None
+    adjust: Callable[[torch.Tensor, int, torch.Tensor | None], None] | None = None
     """Changes logits of drafts as the requests' penalties, bias and forbidden tokens change the target's."""
 
 
