@@ -13,7 +13,7 @@ from algorithms.engine.request import Draft
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.standalone import Standalone
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, draft_model
-from tests.algorithms.toy import CONFIG, Setup, answers, requests, run
+from tests.algorithms.toy import CONFIG, Scripted, Setup, answers, requests, run, scripts
 
 pytestmark = pytest.mark.usefixtures("random_drafters")
 
@@ -85,8 +85,9 @@ def test_a_tree_with_path_probabilities_reports_those_of_its_tokens() -> None:
 
 def test_only_requests_that_ask_have_drafts_and_forbidden_tokens_have_no_probability() -> None:
     asked = requests(3, 8)
+    free = answers(asked, Setup(max_batch=1), TARGET)
     asked[1] = asked[1].with_sampling(drafts=True, bad_words=tuple((token,) for token in range(0, 40)))
-    completions = run(ALL_MAKERS["dflash_chain"](), asked, Setup(), TARGET).completions
+    completions = run(Scripted(scripts(asked, free), depth=3), asked, Setup(), TARGET).completions
     assert [bool(c.drafts) for c in completions] == [False, True, False]
     logprobs = [d.target_logprob for drafts in completions[1].drafts for d in drafts if d.token < 40]
     assert logprobs and set(logprobs) == {None}

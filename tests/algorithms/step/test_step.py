@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import specdec_kernels as kernels
-from algorithms.algorithm import DraftTree
+from algorithms.algorithm import Batch, DraftTree
 from algorithms.attention import memory
 from algorithms.step.sampling_params import SamplingNeeds
 from algorithms.step.step import Step
@@ -52,9 +52,10 @@ class Drafter:
 def step_of(drafter: Drafter, nodes: int | None, checked: bool = False) -> Step:
     config = SimpleNamespace(vocab_size=VOCAB)
     resources = SimpleNamespace(impl="reference", target=SimpleNamespace(config=config))
-    parts: Any = SimpleNamespace(algorithm=drafter, resources=resources, sizing=None, backlog=None)
+    parts: Any = SimpleNamespace(algorithm=drafter, resources=resources, state=None, sizing=None, backlog=None)
+    unused: Any = None
     active = torch.ones(2, dtype=torch.int32)
-    batch: Any = SimpleNamespace(lengths=LENGTHS, last_tokens=LAST, active=active, slots=slice(0, 2))
+    batch = Batch(LENGTHS, LAST, unused, unused, active, unused, slice(0, 2), 64)
     return Step(parts, batch, SamplingNeeds(), checked, nodes)
 
 
