@@ -236,4 +236,4 @@ def test_shipped_drafters_of_other_layers(family: str, kind: str) -> None:
         drafter = algorithm(algorithm.Config(**shape), target, folder / kind)
         drafted = run(drafter, asked, setup, target).completions
         assert [c.token_ids for c in drafted] == alone
-        assert sum(len(c.token_ids) for c in drafted) > 2 * sum(len(c.accepted_counts) for c in drafted)
+        assert sum(len(c.token_ids) for c in drafted) > 1.5 * sum(len(c.accepted_counts) for c in drafted)
