@@ -116,7 +116,9 @@ def test_kernel_is_the_reference(family: str, case: Case, dtype: torch.dtype) ->
         # A few rows of so many tokens may draw another one than the reference.
         assert parity.check(function, inputs, comparison).problem is None
         return
-    roundings = comparison.compiled_roundings if ON_GPU else INTERPRETED_ROUNDINGS
+    # Without a float64 run the truth is eager's own sum, which errs as much as the kernel's.
+    interpreted = INTERPRETED_ROUNDINGS if comparison.float64 else 2 * INTERPRETED_ROUNDINGS
+    roundings = comparison.compiled_roundings if ON_GPU else interpreted
     exact = rebuilt(inputs, torch.float64) if comparison.float64 else None
     eager = outcome(function, rebuilt(inputs, None), "reference")
     truth = outcome(function, exact, "reference") if exact is not None else eager
