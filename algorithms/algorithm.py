@@ -56,6 +56,10 @@ class Resources:
         model.set_forward(self.impl if self.fused else None, batch_invariant=same)
 
 
+def _unchanged(logits: torch.Tensor, depth: int, vocabulary: torch.Tensor | None) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Batch:
     """The running requests as device tensors, one slot each. In a captured step some slots are padding."""
@@ -78,8 +82,9 @@ class Batch:
     """Host bound on L over the batch."""
     filtered: bool = False
     """Whether a request of the step filters the tokens that it samples."""
-    adjust: Callable[[torch.Tensor, int, torch.Tensor | None], None] | None = None
-    """Changes logits of drafts as the requests' penalties, bias and forbidden tokens change the target's."""
+    adjust: Callable[[torch.Tensor, int, torch.Tensor | None], None] = _unchanged
+    """Changes logits of drafts in place as the requests' penalties, bias and forbidden tokens change the target's; see
+    `algorithms.step.draft_adjustment`."""
 
 
 @dataclass(frozen=True)

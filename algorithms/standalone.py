@@ -55,8 +55,8 @@ class Standalone(LevelDrafter):
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.models.loading import load_draft
 
-        weight, same = target.model.model.embed_tokens.weight, config.vocabulary == "same"
-        self._draft = load_draft(self.drafter_folder(draft_path), target, weight.device, weight.dtype, same)
+        same = config.vocabulary == "same"
+        self._draft = load_draft(self.drafter_folder(draft_path), target, target.device, target.dtype, same)
         self._vocabulary = None
         if not same:
             from algorithms.models.shared_vocabulary import SharedVocabulary
@@ -66,7 +66,7 @@ class Standalone(LevelDrafter):
             sizes = target.config.vocab_size, self._draft.config.vocab_size
             shared = SharedVocabulary.of(*tokenizers, *sizes)
             self._draft = shared.apply(self._draft)
-            self._vocabulary = shared.offsets.to(weight.device)
+            self._vocabulary = shared.offsets.to(target.device)
         self.set_shape(config)
 
     def bind(self, resources: Resources) -> None:

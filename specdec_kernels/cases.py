@@ -82,8 +82,8 @@ class Comparison:
     """How the kernels of a family are compared with its reference.
 
     float64: the reference takes float64, and its results in float64 are the truth for kernel and reference alike.
-    compiled_roundings: of the largest value, by which a compiled kernel may err beyond twice the error of the
-        reference in its own precision; in the interpreter it is always `INTERPRETED_ROUNDINGS`.
+    compiled_roundings, interpreted_roundings: of the largest value, by which a kernel may err beyond twice the error of
+        the reference in its own precision, on a GPU and in the interpreter.
     draws: functions that compare one uniform with a sum over the vocabulary, so that at a real vocabulary a few rows
         may draw another token than the reference.
     by_request: arguments with one entry per request; the benchmark compares a few requests if the reference needs too
@@ -93,12 +93,10 @@ class Comparison:
 
     float64: bool = False
     compiled_roundings: int = 4
+    interpreted_roundings: int = 4
     draws: tuple[str, ...] = ()
     by_request: tuple[str, ...] = ()
     reference_bytes: Callable[[dict[str, Any]], int] | None = None
-
-
-INTERPRETED_ROUNDINGS = 4
 
 
 def bytes_of(inputs: dict[str, Any], *names: str) -> int:

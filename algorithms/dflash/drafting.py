@@ -80,8 +80,7 @@ class DFlash(Algorithm):
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.dflash.loading import load_dflash
 
-        weight = target.model.model.embed_tokens.weight
-        self._drafter = load_dflash(self.drafter_folder(draft_path), target, weight.device, weight.dtype)
+        self._drafter = load_dflash(self.drafter_folder(draft_path), target, target.device, target.dtype)
         self._target, self._topk = target.model, config.topk
         self._block = _block_of(config, self._drafter.config)
         self._most_drafts = self._drafter.config.num_drafts(self._block)
@@ -124,8 +123,7 @@ class DFlash(Algorithm):
         if depth == 0:
             return DraftTree(batch.last_tokens[:, None], kernels.build_chain(batch.lengths, 1, impl=impl))
         hidden, logits = self._block_outputs(batch, self.max_depth if self._sampled else depth)
-        if batch.adjust is not None:
-            batch.adjust(logits, 0, self._drafter.vocabulary)
+        batch.adjust(logits, 0, self._drafter.vocabulary)
         paths = self._drafter.along_paths(self._target, logits, hidden, impl)
         drafted = hidden[:, -logits.shape[1] :]
         if (lattice := self._drafter.lattice(logits, drafted, batch.last_tokens, impl)) is not None:

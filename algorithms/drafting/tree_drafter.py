@@ -92,15 +92,13 @@ class TreeDrafter:
 
     def _adjusted(self, batch: Batch, logits: Tensor, run: RunLevel) -> tuple[Tensor, RunLevel]:
         """`logits` [B, V] and those of `run`, changed as the requests ask."""
-        adjust, depth = batch.adjust, 0
-        if adjust is None:
-            return logits, run
-        adjust(logits[:, None], 0, self.vocabulary)
+        depth = 0
+        batch.adjust(logits[:, None], 0, self.vocabulary)
 
         def adjusted(tokens: Tensor, parents: Tensor | None, mixer: Mixer) -> Tensor:
             nonlocal depth
             depth, found = depth + 1, run(tokens, parents, mixer)
-            adjust(found, depth, self.vocabulary)
+            batch.adjust(found, depth, self.vocabulary)
             return found
 
         return logits, adjusted

@@ -51,8 +51,8 @@ class Eagle(FeatureDrafter):
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
         from algorithms.eagle.loading import load_eagle
 
-        weight, folder = target.model.model.embed_tokens.weight, self.drafter_folder(draft_path)
-        head = load_eagle(folder, target, weight.device, weight.dtype, self.kind, **self.options(config))
+        folder = self.drafter_folder(draft_path)
+        head = load_eagle(folder, target, target.device, target.dtype, self.kind, **self.options(config))
         self.set_head(head, config)
 
 
@@ -128,17 +128,14 @@ class PEagle(Eagle3):
         from algorithms.drafting.marginals import draft_chain, draft_tree
 
         impl, vocabulary, sampled = self._resources.impl, self._drafter.vocabulary, self._tree.sampled
+        depth = min(self._shape.steps, num_nodes - 1) if sampled is None else self.max_depth
+        logits = self._marginals(batch, depth)
+        batch.adjust(logits, 0, vocabulary)
         if sampled is not None:
-            return sampled.sample(batch, self._adjusted(batch, self._marginals(batch, self.max_depth)))
-        logits = self._adjusted(batch, self._marginals(batch, min(self._shape.steps, num_nodes - 1)))
+            return sampled.sample(batch, logits)
         if self.chain:
             return draft_chain(batch, logits, impl, vocabulary, self._resources.needs_path_probs)
         return draft_tree(batch, logits, self._shape.topk, num_nodes, impl, vocabulary)
-
-    def _adjusted(self, batch: Batch, logits: Tensor) -> Tensor:
-        if batch.adjust is not None:
-            batch.adjust(logits, 0, self._drafter.vocabulary)
-        return logits
 
     def _marginals(self, batch: Batch, depth: int) -> Tensor:
         """Logits [B, depth, V_d] of the positions after the last token. The keys of mask rows are written over by the

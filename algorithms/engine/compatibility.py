@@ -68,9 +68,9 @@ def check_backend(
             f"deterministic: expected fused kernels and a backend built for it, got fused={fused} and "
             f"backend={backend.name} with deterministic={backend.deterministic}"
         )
-    weight, verify = target.model.model.embed_tokens.weight, "decode" if algorithm.num_nodes == 1 else "verify"
+    verify = "decode" if algorithm.num_nodes == 1 else "verify"
     modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
     if settings.adaptive:
         modes["decode"] = "chain"
-    dtype, device = weight.dtype, weight.device
+    dtype, device = target.dtype, target.device
     check_calls(backend, target.config, modes, settings.page_size, dtype, device, kv_dtype=kv_dtype_of(settings))

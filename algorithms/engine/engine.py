@@ -79,16 +79,16 @@ class Engine:
 
         Raises EngineError or ValueError if the backend cannot do what target, algorithm and settings need.
         """
-        weight, config = target.model.model.embed_tokens.weight, target.config
-        level = graph_level(settings, backend, weight.device)
-        fused = runs_fused(settings, weight.device, weight.dtype)
+        device, config = target.device, target.config
+        level = graph_level(settings, backend, device)
+        fused = runs_fused(settings, device, target.dtype)
         check_tree(algorithm)
         check_backend(backend, target, algorithm, settings, level, fused)
         adaptive = settings.adaptive and algorithm.num_nodes > 1
         if adaptive:
             check_adaptive(algorithm, level)
         self._limit = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
-        self._async_steps = settings.async_steps if settings.async_steps is not None else int(weight.is_cuda)
+        self._async_steps = settings.async_steps if settings.async_steps is not None else int(device.type == "cuda")
         # The last step of a request drafts past its end, and so do steps launched before its end was read.
         overshoot = max(algorithm.num_nodes, algorithm.draft_slots) + self._async_steps * (algorithm.max_depth + 1)
         context = self._limit + overshoot
@@ -103,7 +103,7 @@ class Engine:
         resources = _resources(target, backend, settings, **sizes, needs_path_probs=scored)
         self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode, ahead)
         memory = allocate_memory(config, resources, kv_scales)
-        state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, weight.device)
+        state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, device)
         algorithm.bind(resources)
         sizing = Sizing(algorithm.num_nodes, buckets(settings.max_batch)) if adaptive else None
         backlog = DeferredObservation(len(algorithm.target_layers), resources) if adaptive else None
@@ -114,7 +114,7 @@ class Engine:
         )
         prefills = _separate_prefills(self.parts, settings, self._limit)
         mixed = _mixed_prefills(self.parts, settings, prefills[-1]) if piggybacks else []
-        self.runner = StepRunner(self.parts, level, PhaseClock(weight.device), capture, mixed)
+        self.runner = StepRunner(self.parts, level, PhaseClock(device), capture, mixed)
         self.prefiller = Prefiller(self.parts, prefills, self.runner.recorder if captures_prompts else None)
         self._grammars = grammars
         if (recorder := algorithm.recorder) is not None:
@@ -240,16 +240,15 @@ class Engine:
 
 
 def _resources(target: Target, backend: Backend, settings: RuntimeSettings, **of_run: Any) -> Resources:
-    weight = target.model.model.embed_tokens.weight
     return Resources(
         target=target,
         backend=backend,
-        device=weight.device,
-        dtype=weight.dtype,
-        kv_dtype=kv_dtype_of(settings) or weight.dtype,
+        device=target.device,
+        dtype=target.dtype,
+        kv_dtype=kv_dtype_of(settings) or target.dtype,
         page_size=settings.page_size,
         impl=settings.impl,
-        fused=runs_fused(settings, weight.device, weight.dtype),
+        fused=runs_fused(settings, target.device, target.dtype),
         deterministic=settings.deterministic,
         **of_run,
     )

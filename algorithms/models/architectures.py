@@ -178,6 +178,16 @@ class Architecture:
         return isinstance(getattr(self, name), str)
 
 
+_QWEN_HYBRID: dict[str, Any] = dict(
+    qk_norm=True,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    rotary_share=0.25,
+    gated_attention=True,
+    norm_offset=True,
+    mixings=LinearRule(),
+    mtp_prefix="mtp.",
+)
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
     "mistral": Architecture("MistralForCausalLM", windows=uniform_window),
@@ -192,29 +202,8 @@ ARCHITECTURES = {
         closing_norms=True,
         rotary_share=0.5,
     ),
-    "qwen3_5_text": Architecture(
-        "Qwen3_5ForCausalLM",
-        qk_norm=True,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        rotary_share=0.25,
-        gated_attention=True,
-        norm_offset=True,
-        mixings=LinearRule(),
-        mtp_prefix="mtp.",
-    ),
-    "qwen3_next": Architecture(
-        "Qwen3NextForCausalLM",
-        qk_norm=True,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        rotary_share=0.25,
-        gated_attention=True,
-        norm_offset=True,
-        mixings=LinearRule(),
-        mlps=QwenRule(gated_shared=True),
-        mtp_prefix="mtp.",
-    ),
+    "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", **_QWEN_HYBRID),
+    "qwen3_next": Architecture("Qwen3NextForCausalLM", mlps=QwenRule(gated_shared=True), **_QWEN_HYBRID),
     "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM",
         qk_norm=True,

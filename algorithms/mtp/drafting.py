@@ -50,6 +50,5 @@ class MTP(FeatureDrafter):
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.mtp.loading import load_mtp
 
-        weight = target.model.model.embed_tokens.weight
-        head = load_mtp(draft_path, target, weight.device, weight.dtype, config.hidden_in, config.feedback)
+        head = load_mtp(draft_path, target, target.device, target.dtype, config.hidden_in, config.feedback)
         self.set_head(head, config)

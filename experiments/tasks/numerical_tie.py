@@ -67,7 +67,7 @@ def look_at(
         if any(token is None or not 0 <= token < target.config.vocab_size for token in tokens):
             return dict.fromkeys(("logit", "baseline_logit", "gap", "bound")) | {"numerical_tie": False}
         logits = next_logits(target, [*request.prompt_ids, *output])
-        dtype = target.model.model.embed_tokens.weight.dtype
+        dtype = target.dtype
         error = ROUNDINGS[str(dtype).removeprefix("torch.")] * torch.finfo(dtype).eps * float(logits.abs().max())
         changed = penalised(logits, request, output)
         if grammars is not None and request.sampling.constrained:
@@ -89,7 +89,7 @@ def ties_possible(target: Target, requests: Sequence[Request], deterministic: bo
     import torch
 
     sampled = all(request.sampling.temperature > 0 for request in requests)
-    return not deterministic and not (sampled and target.model.model.embed_tokens.weight.dtype != torch.float32)
+    return not deterministic and not (sampled and target.dtype != torch.float32)
 
 
 def moved_borders(error: float, temperature: float) -> float:

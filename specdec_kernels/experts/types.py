@@ -76,7 +76,11 @@ class Mxfp4(NamedTuple):
     @classmethod
     def padded(cls, codes: Tensor, scales: Tensor) -> Mxfp4:
         """Of scales without padding, which is added."""
-        return cls(codes, F.pad(scales, (0, -scales.shape[-1] % 16)))
+        return cls(codes, cls.padded_scales(scales))
+
+    @staticmethod
+    def padded_scales(scales: Tensor) -> Tensor:
+        return F.pad(scales, (0, -scales.shape[-1] % 16))
 
     @property
     def shape(self) -> torch.Size:

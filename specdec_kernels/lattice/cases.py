@@ -175,6 +175,8 @@ COMPARISON = Comparison(
     draws=("sample_chain",),
     # A gated factor is the sum of two bfloat16 numbers: 2^-17 of each product, of which few are as large as the result.
     compiled_roundings=64,
+    # The reference sums in float64, the kernel 256 products in float32, in an order that differs by processor.
+    interpreted_roundings=8,
 )
 
 _pair = partial(case_of, "pair_scores", factors_of)

@@ -26,6 +26,7 @@ from algorithms.mtp.drafting import MTP
 from algorithms.step.runner import StepRunner
 from algorithms.step.sampling_params import SamplingParams
 from algorithms.step.step import Step
+from experiments.data.arithmetic import heldout_problems
 from tests.algorithms.layer_kinds import KINDS, LINEAR, target_of
 from tests.algorithms.toy import Scripted, Setup, autoregressive, changed, requests, run
 
@@ -224,7 +225,7 @@ def test_shipped_drafters_of_other_layers(family: str, kind: str) -> None:
     folder = ASSETS / family
     target = load_target(folder / "target", "cpu", torch.float32)
     tokenizer = Tokenizer.load(folder / "target")
-    questions = ["Ben has 12 apples and buys 5 more. How many apples does he have?", "A rope is 48 meters long."]
+    questions = [problem.question for problem in heldout_problems(2)]
     asked = [
         Request(index, tuple(tokenizer.encode_chat([question])), SamplingParams(max_new_tokens=24), tokenizer.eos_ids)
         for index, question in enumerate(questions)
@@ -236,4 +237,4 @@ def test_shipped_drafters_of_other_layers(family: str, kind: str) -> None:
         drafter = algorithm(algorithm.Config(**shape), target, folder / kind)
         drafted = run(drafter, asked, setup, target).completions
         assert [c.token_ids for c in drafted] == alone
-        assert sum(len(c.token_ids) for c in drafted) > 1.5 * sum(len(c.accepted_counts) for c in drafted)
+        assert sum(len(c.token_ids) for c in drafted) > 2 * sum(len(c.accepted_counts) for c in drafted)

@@ -212,3 +212,8 @@ class Scripted(Algorithm):
 def scripts(asked: Sequence[Request], written: Sequence[Sequence[int]]) -> list[list[int]]:
     """Prompt and answer of each request as one text."""
     return [list(request.prompt_ids) + list(ids) for request, ids in zip(asked, written, strict=True)]
+
+
+def tokens_along(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    """The tokens of a tree from behind node 0 to `node`."""
+    return [] if node <= 0 else [*tokens_along(tokens, parents, parents[node]), tokens[node]]

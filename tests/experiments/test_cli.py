@@ -53,7 +53,9 @@ def test_showing_the_configuration_is_quick_and_imports_nothing_heavy(tmp_path: 
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=250)
     found = re.search(r"heavy: \[\] ([\d.]+)\n", done.stdout)
     assert found and "algo:" in done.stdout, done.stdout[-500:] + done.stderr[-2000:]
-    assert float(found[1]) < 2.0, "processor time, which grows less on a busy machine"
+    libraries = "import hydra.main, omegaconf, rich.console, numpy, time; print(time.process_time())"
+    alone = subprocess.run([sys.executable, "-c", libraries], capture_output=True, text=True, check=True)
+    assert float(found[1]) < 3.5 * float(alone.stdout), "processor time, compared with that of the libraries alone"
 
 
 def test_python_without_the_environment_is_told_to_activate_it(tmp_path: Path) -> None:

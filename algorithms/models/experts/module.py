@@ -21,6 +21,7 @@ from algorithms.models.fusion import Fusable, project
 from algorithms.models.layers import MLP, SwiGLU
 
 _LARGEST_SCALE = 252
+"""Of MXFP4: the largest number, 6 * 2^(scale - 127), is finite in float32."""
 
 
 class Router(Fusable):
@@ -143,7 +144,7 @@ class PackedExpertTensors(Fusable):
             _change(stored, f"{prefix}{name}_blocks", 4, lambda x: x.flatten(2))
             if (scales := stored.get(f"{prefix}{name}_scales")) is not None:
                 stored[f"{prefix}{name}_scales"] = replace(scales, read=partial(_finite_scales, scales))
-            _change(stored, f"{prefix}{name}_scales", 3, lambda x: F.pad(x, (0, -x.shape[-1] % 16)))
+            _change(stored, f"{prefix}{name}_scales", 3, kernels.Mxfp4.padded_scales)
         for name, dims in (("gate_up_proj_blocks", 3), ("gate_up_proj_scales", 3), ("gate_up_proj_bias", 2)):
             _change(stored, f"{prefix}{name}", dims, _gates_first)
 
@@ -216,21 +217,20 @@ class Experts(MLP):
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        learns = torch.is_grad_enabled() and self.impl is None
-        plain = self.experts if learns and type(self.experts) is ExpertTensors else None
+        learns, experts = torch.is_grad_enabled() and self.impl is None, self.experts
         # The definition reads back which experts have rows, so a GPU runs the kernels whatever the forward.
-        impl = self.impl or ("triton" if x.is_cuda and plain is None else "reference")
+        impl = self.impl or ("triton" if x.is_cuda and not learns else "reference")
         logits, bias = self.gate(rows), self.gate.e_score_correction_bias
         routed = kernels.route_experts(logits, self.routing, bias, real, impl=impl)
-        weights, activation = self.experts.weights, self.activation
         shared = self._shared(rows)
-        if plain is not None:
+        if learns and type(experts) is ExpertTensors:
             self.imbalance = imbalance(logits, routed)
-            out = masked_expert_mlp(rows, routed, plain.gate_up_proj, plain.down_proj)
+            out = masked_expert_mlp(rows, routed, experts.gate_up_proj, experts.down_proj)
             return (out if shared is None else out + shared).view_as(x)
-        tile = kernels.row_tile_of(routed.experts, self.experts.num_experts)
-        schedule = self.schedule = kernels.schedule_experts(routed.experts, self.experts.num_experts, tile, impl=impl)
-        return kernels.expert_mlp(rows, routed, schedule, weights, activation, shared, impl=impl).view_as(x)
+        tile = kernels.row_tile_of(routed.experts, experts.num_experts)
+        schedule = self.schedule = kernels.schedule_experts(routed.experts, experts.num_experts, tile, impl=impl)
+        out = kernels.expert_mlp(rows, routed, schedule, experts.weights, self.activation, shared, impl=impl)
+        return out.view_as(x)
 
     def _shared(self, rows: Tensor) -> Tensor | None:
         if self.shared_expert is None or self.shared_expert_gate is None:

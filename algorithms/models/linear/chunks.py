@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec_kernels import DeltaWeights
+from specdec_kernels import CHUNK, DeltaWeights
 
-CHUNK = 64
 _EPS = 1e-6
 
 

@@ -53,14 +53,7 @@ class Stored:
 
     def picked(self, rows: Sequence[int], total: int) -> Stored:
         """These rows of `total`. Raises ModelError where the tensor has another number of rows."""
-        if self.shape[:1] != (total,):
-            raise ModelError(
-                f"tensor '{self.name}' has the wrong shape",
-                where=self.file,
-                expected=f"{total} rows, from config.json",
-                actual=list(self.shape),
-                fix="check that config.json and weights belong together",
-            )
+        self.check_shape(self.shape[:1] == (total,), f"{total} rows")
         return self.changed((len(rows), *self.shape[1:]), lambda x: x[torch.tensor(rows)])
 
     def joined(self, other: Stored) -> Stored:
@@ -78,6 +71,17 @@ class Stored:
     def repeated(self, count: int) -> Stored:
         """`count` copies along a new first dimension."""
         return self.changed((count, *self.shape), lambda x: x.expand(count, *x.shape))
+
+    def check_shape(self, fits: bool, expected: object) -> None:
+        """Raise ModelError unless the shape `fits` config.json."""
+        if not fits:
+            raise ModelError(
+                f"tensor '{self.name}' has the wrong shape",
+                where=self.file,
+                expected=f"{expected}, from config.json",
+                actual=list(self.shape),
+                fix="check that config.json and weights belong together",
+            )
 
     def _check_sibling(self, other: Stored, shape: tuple[int, ...]) -> None:
         if (other.shape, other.dtype) != (shape, self.dtype):

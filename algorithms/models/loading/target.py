@@ -59,6 +59,15 @@ class Target(TargetFolder):
 
     model: Decoder
 
+    @property
+    def device(self) -> torch.device:
+        return self.model.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and the KV cache; norms and packed weights may have another."""
+        return self.model.model.embed_tokens.weight.dtype
+
 
 def load_target(
     path: str | Path | TargetFolder, device: torch.device | str, dtype: torch.dtype, weight_dtype: str = "auto"

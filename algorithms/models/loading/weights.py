@@ -97,14 +97,7 @@ def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
 
 
 def _check_header(stored: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if stored.shape != shape:
-        raise ModelError(
-            f"tensor '{stored.name}' has the wrong shape",
-            where=stored.file,
-            expected=f"{list(shape)}, from config.json",
-            actual=list(stored.shape),
-            fix="check that config.json and weights belong together",
-        )
+    stored.check_shape(stored.shape == shape, list(shape))
     supported = STORED_DTYPES.get(dtype, FLOAT_DTYPES)
     if stored.dtype not in supported:
         raise ModelError(

@@ -21,7 +21,7 @@ TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3)) * 
 def batch() -> Any:
     lengths = torch.tensor([7, 11])
     active = torch.ones(2, dtype=torch.int32)
-    return SimpleNamespace(lengths=lengths, last_tokens=torch.tensor(LAST), active=active, adjust=None)
+    return SimpleNamespace(lengths=lengths, last_tokens=torch.tensor(LAST), active=active, adjust=lambda *_: None)
 
 
 def drafter(shape: TreeShape, base: int = 0, needs_path_probs: bool = False, **changes: Any) -> TreeDrafter:

@@ -35,7 +35,7 @@ from tests.algorithms.tiny_folders import (
     write_target,
     write_weights,
 )
-from tests.algorithms.toy import CONFIG, Setup, answers, changed, requests, run
+from tests.algorithms.toy import CONFIG, Setup, answers, changed, requests, run, tokens_along
 
 TEMPERATURE, STEPS = 0.7, 4
 MIMO = replace(CONFIG, architecture="mimo", qk_norm=False, qkv_bias=True)
@@ -209,11 +209,7 @@ def test_trees(tmp_path: Path, mimo: Target, case: Case) -> None:
     for text, tokens, parents, _, probs in recorded.drafts[::4]:
         assert probs is not None
         for node in range(1, len(tokens)):
-            along: list[int] = []
-            above = node
-            while above > 0:
-                along.insert(0, tokens[above])
-                above = parents[above]
+            along = tokens_along(tokens, parents, node)
             if len(text) > 1:
                 shares = original.logits(text, along).softmax(-1)[torch.arange(len(along)), along]
                 assert float(probs[node]) == pytest.approx(float(shares.prod()), rel=1e-3)

@@ -21,7 +21,7 @@ from algorithms.mtp.loading import load_mtp, read_mtp
 from tests.algorithms.dflash.test_published import Recorded
 from tests.algorithms.models.test_architectures import EXPERTS, HYBRID, LATENT, LINEAR, NEXT, theirs
 from tests.algorithms.tiny_folders import change_weights, edit_json, randomise, refusal
-from tests.algorithms.toy import Setup, answers, changed, requests, run
+from tests.algorithms.toy import Setup, answers, changed, requests, run, tokens_along
 
 STEPS, TEMPERATURE, LAYERS = 3, 0.8, 4
 SMALL: dict[str, Any] = {"hidden_size": 32, "vocab_size": 61}
@@ -185,11 +185,7 @@ def test_trees(name: str) -> None:
     for text, tokens, parents, _, probs in drafted(target, 0.0, setup, topk=3, num_nodes=9).drafts[::4]:
         assert probs is not None
         for node in range(1, len(tokens)):
-            along: list[int] = []
-            above = node
-            while above > 0:
-                along.insert(0, tokens[above])
-                above = parents[above]
+            along = tokens_along(tokens, parents, node)
             shares = reference.logits(text, along).softmax(-1)[torch.arange(len(along)), along]
             assert float(probs[node]) == pytest.approx(float(shares.prod()), rel=1e-3)
 
