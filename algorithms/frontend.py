@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from algorithms.engine.request import Request
+from algorithms.engine.settings import WEIGHT_DTYPES
 from algorithms.registry import available, configured
 from algorithms.step.sampling_params import SamplingParams
 from specdec_kernels.checks import expect_choice
@@ -50,7 +51,7 @@ def load_target(
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"dtype: expected auto, float32, bfloat16 or float16, got {dtype!r}")
-    expect_choice("weight_dtype", weight_dtype, ("auto", "fp8"))
+    expect_choice("weight_dtype", weight_dtype, WEIGHT_DTYPES)
     return load(path, device, found, weight_dtype)
 
 

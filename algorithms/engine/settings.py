@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
 LARGEST_INT32 = 2**31 - 1
+WEIGHT_DTYPES = ("auto", "fp8", "fp8_w8a16")
 LAST_CAPTURED = {"none": None, "draft": "draft", "verify": "verify", "step": "commit"}
 """Level of capture in CUDA graphs to the last phase that is captured, as all before it are."""
 GRAPH_LEVELS = tuple(LAST_CAPTURED)
@@ -23,7 +24,8 @@ class RuntimeSettings:
     elsewhere."""
     weight_dtype: str = "auto"
     """Dtype of the weights of the target's projections: auto, which is as they are stored, or fp8, which quantises
-    them as they are loaded, in blocks of 128 x 128."""
+    them as they are loaded, in blocks of 128 x 128. Activations of float8 weights are rounded to float8 too (W8A8);
+    fp8_w8a16 leaves them."""
     impl: str = "auto"
     """triton or reference. Triton kernels are compiled on a GPU and run in Triton's interpreter elsewhere."""
     forward: str = "auto"
@@ -69,7 +71,7 @@ class RuntimeSettings:
         """Raises ValueError that names the key."""
         expect_choice("runtime.device", self.device, ("auto", "cpu", "cuda"))
         expect_choice("runtime.dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
-        expect_choice("runtime.weight_dtype", self.weight_dtype, ("auto", "fp8"))
+        expect_choice("runtime.weight_dtype", self.weight_dtype, WEIGHT_DTYPES)
         expect_choice("runtime.impl", self.impl, ("auto", "triton", "reference"))
         expect_choice("runtime.forward", self.forward, ("auto", "fused", "torch"))
         expect_choice("runtime.graph", self.graph, ("auto", *GRAPH_LEVELS))
@@ -88,10 +90,10 @@ class RuntimeSettings:
         for key, value in dict(forward=self.forward, impl=self.impl).items():
             if self.deterministic and value in ("torch", "reference"):
                 raise ValueError(f"runtime.deterministic=true needs the fused kernels, got runtime.{key}={value}")
-        if self.weight_dtype == "fp8" and self.tensor_parallel > 1:
+        if self.weight_dtype != "auto" and self.tensor_parallel > 1:
             raise ValueError(
-                "runtime.weight_dtype=fp8: scales are not divided among processes: expected runtime.tensor_parallel=1, "
-                f"got {self.tensor_parallel}"
+                f"runtime.weight_dtype={self.weight_dtype}: scales are not divided among processes: expected "
+                f"runtime.tensor_parallel=1, got {self.tensor_parallel}"
             )
         if self.adaptive_cost is not None and not self.adaptive:
             raise ValueError("runtime.adaptive_cost is for runtime.adaptive=true, got runtime.adaptive=false")

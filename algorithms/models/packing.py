@@ -56,4 +56,4 @@ def _scaled(codes: Tensor, members: Sequence[ScaledWeight]) -> ScaledWeight:
     for member in members:
         repeated = member.scales.repeat_interleave(member.group_rows // group, 0)
         scales.append(repeated[: -(-member.shape[0] // group)])
-    return ScaledWeight(codes, torch.cat(scales), group, members[0].group_inner)
+    return members[0]._replace(codes=codes, scales=torch.cat(scales), group_rows=group)

@@ -1,5 +1,5 @@
-"""Linear layers whose weights are float8 codes with scales. Activations keep their dtype: a product is that of the
-dequantised weight (W8A16), whatever a checkpoint says of activations.
+"""Linear layers whose weights are float8 codes with scales. Activations are rounded to float8 too, as checkpoints ask
+for (W8A8), in groups of 128 of a row; or they keep their dtype (W8A16).
 
 Two formats are published: blocks of 128 x 128, with the scales of DeepSeek-V3 (`X.weight_scale_inv`, which multiplies,
 despite its name) or of compressed-tensors (`X.weight_scale`), and one scale per row, of compressed-tensors.
@@ -30,10 +30,12 @@ SUPPORTED = (
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """by_row: one scale for each row of a weight, not for each block. scale_name: of the tensor with the scales."""
+    """by_row: one scale for each row of a weight, not for each block. scale_name: of the tensor with the scales.
+    float8_x: activations are rounded too."""
 
     by_row: bool = False
     scale_name: str = "weight_scale_inv"
+    float8_x: bool = True
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> WeightFormat | None:
@@ -103,8 +105,8 @@ class ScaledLinear(NormedProjection):
     def scaled_weight(self) -> kernels.ScaledWeight:
         codes, scales = self.weight.view(torch.uint8), getattr(self, self.format.scale_name)
         if self.format.by_row:
-            return kernels.ScaledWeight(codes, scales, 1, codes.shape[1])
-        return kernels.ScaledWeight(codes, scales, BLOCK, BLOCK)
+            return kernels.ScaledWeight(codes, scales, 1, codes.shape[1], self.format.float8_x)
+        return kernels.ScaledWeight(codes, scales, BLOCK, BLOCK, self.format.float8_x)
 
     def forward(self, x: Tensor) -> Tensor:
         same, impl = self.batch_invariant, self.impl or "reference"
@@ -131,19 +133,19 @@ def make_scaled(model: nn.Module, weight_format: WeightFormat, names: set[str]) 
 
 
 @torch.no_grad()
-def quantise(layers: nn.Module) -> None:
+def quantise(layers: nn.Module, weight_format: WeightFormat) -> None:
     """Replace the linear layers in `layers` by scaled ones in blocks, one at a time, but for those that their module
     uses otherwise."""
     for parent in list(layers.modules()):
         kept = parent.unscaled if isinstance(parent, Fusable) else ()
         for name, linear in list(parent.named_children()):
             if type(linear) is nn.Linear and name not in kept:
-                setattr(parent, name, _quantised(linear))
+                setattr(parent, name, _quantised(linear, weight_format))
 
 
-def _quantised(linear: nn.Linear) -> ScaledLinear:
+def _quantised(linear: nn.Linear, weight_format: WeightFormat) -> ScaledLinear:
     with torch.device("meta"):
-        scaled = ScaledLinear(linear.in_features, linear.out_features, False, WeightFormat())
+        scaled = ScaledLinear(linear.in_features, linear.out_features, False, weight_format)
     codes, scales = quantised_blocks(linear.weight)
     scaled.load_state_dict(dict(weight=codes, weight_scale_inv=scales), assign=True)
     scaled.bias = linear.bias

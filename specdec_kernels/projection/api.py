@@ -6,7 +6,8 @@ than 64 rows go to torch's matmul, whose bits depend on the number of rows. With
 too, and a row has the same bits for any number of rows. ValueError where a shape, dtype, device or layout does not fit.
 
 `linear`, `linear_silu_mul` and `linear_add_rms_norm` also take a `ScaledWeight`, whose product is that of the weight
-dequantised to float32. The kernel takes any number of rows of it, with the same bits of a row for all.
+dequantised to float32, and of x as it is or rounded to float8. Where torch has no such product, the kernel takes any
+number of rows.
 """
 
 from __future__ import annotations

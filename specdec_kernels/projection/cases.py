@@ -48,11 +48,16 @@ def scaled_inputs(
     inner: int,
     groups: tuple[int, int] = (GROUP, GROUP),
     bias: bool = False,
+    float8_x: bool = False,
 ) -> dict[str, Any]:
-    """`groups`: rows and inner elements that have one scale."""
+    """`groups`: rows and inner elements that have one scale. One row of x is zeros, and one has large numbers."""
     leading = rows if isinstance(rows, tuple) else (rows,)
-    inputs = dict(x=make.normal(*leading, inner), weight=scaled_weight(make, outer, inner, *groups))
-    return inputs | (dict(bias=make.normal(outer)) if bias else {})
+    weight = scaled_weight(make, outer, inner, *groups)._replace(float8_x=float8_x)
+    x = make.normal(*leading, inner)
+    if float8_x:
+        x.view(-1, inner)[1:2] = 0.0
+        x.view(-1, inner)[2:3, ::7] *= 32.0
+    return dict(x=x, weight=weight) | (dict(bias=make.normal(outer)) if bias else {})
 
 
 def scaled_normed_inputs(make: Maker, rows: int, outer: int, inner: int, **options: Any) -> dict[str, Any]:
@@ -170,6 +175,7 @@ _scaled_gated = partial(case_of, "linear_silu_mul", scaled_inputs)
 _scaled_normed = partial(case_of, "linear_add_rms_norm", scaled_normed_inputs)
 _MAKERS = dict(gate_up=_gated, o=_normed, down=_normed)
 _SCALED_MAKERS = dict(gate_up=_scaled_gated, o=_scaled_normed, down=_scaled_normed)
+_FLOAT8_X: dict[str, Any] = dict(float8_x=True)
 _SHIPPED: dict[str, Any] = dict(gate=True, tags=_LARGE, batch_invariant=True)
 
 
@@ -255,6 +261,13 @@ CASES = (
     _scaled("scaled_by_row", "scales of rows, in each split", 3, 300, 1100, groups=(1, 1100)),
     _scaled("scaled_packed", "scales of groups smaller than a tile", 3, 304, 300, groups=(16, 128)),
     _scaled("scaled_blocks_of_rows", "scales of rows and of groups", 3, 70, 300, groups=(1, 128)),
+    _scaled("float8_x_odd", "a group of x past its end, zeros, numbers of two sizes", 7, 45, 333, float8_x=True),
+    _scaled("float8_x_splits", "scales of x in several splits", 3, 300, 1100, float8_x=True, bias=True),
+    _scaled("float8_x_17_rows", "codes of x that a kernel before the product wrote", 17, 130, 640, float8_x=True),
+    _scaled("float8_x_200_rows", "the same for tiles that take all splits", 200, 300, 640, float8_x=True),
+    _scaled("float8_x_by_row", "scales of rows and of groups of x", 3, 300, 1100, groups=(1, 1100), float8_x=True),
+    _scaled_gated("float8_x_gated", "both scales of gate and up", 3, 512, 300, float8_x=True),
+    _scaled_normed("float8_x_normed", "both scales in partial sums", 3, 300, 1100, float8_x=True),
     _scaled_gated("scaled_gated", "the scales of gate and up", 3, 512, 300),
     _scaled_gated("scaled_gated_odd", "halves of a tile that lie in two groups", 3, 2 * 192, 300, groups=(64, 128)),
     _scaled_gated("scaled_gated_by_row", "the same for scales of rows", 3, 90, 33, groups=(1, 33)),
@@ -277,15 +290,30 @@ CASES = (
             ("scaled_by_row_1", _scaled, "8b_qkv", 1, dict(groups=(1, 4096))),
             ("scaled_packed_1", _scaled, "8b_qkv", 1, dict(groups=(16, 128))),
             ("scaled_135m_16", _scaled, "135m_qkv", 16, {}),
+            *((f"float8_x_{rows}", _scaled, "8b_qkv", rows, _FLOAT8_X) for rows in (1, 32, 64, 128, 1024)),
+            ("float8_x_gated_1", _scaled_gated, "8b_gate_up", 1, _FLOAT8_X),
+            ("float8_x_gated_64", _scaled_gated, "8b_gate_up", 64, _FLOAT8_X),
+            ("float8_x_by_torch", _scaled, "8b_o", 65, _FLOAT8_X | dict(bias=True)),
+            ("float8_x_normed_by_torch", _scaled_normed, "8b_o", 200, _FLOAT8_X),
+            ("float8_x_down_1", _scaled_normed, "8b_down", 1, _FLOAT8_X),
+            ("float8_x_by_row_1", _scaled, "8b_qkv", 1, _FLOAT8_X | dict(groups=(1, 4096))),
+            ("float8_x_135m_16", _scaled, "135m_qkv", 16, _FLOAT8_X),
         )
     ),  # fmt: skip
     *(
         _SCALED_MAKERS.get(weight.split("_", 1)[1], _scaled)(
-            f"{weight}_float8_{rows}", "the time of a step", rows, *WEIGHTS[weight], bench=True, tags=_LARGE
+            f"{weight}_{name}_{rows}",
+            "the time of a step",
+            rows,
+            *WEIGHTS[weight],
+            bench=True,
+            tags=_LARGE,
+            float8_x=name == "w8a8",
         )
         for weight in ("8b_qkv", "8b_o", "8b_gate_up", "8b_down")
-        for rows in (1, 16, 64)
-    ),
+        for name in ("w8a16", "w8a8")
+        for rows in (1, 16, 64, 512)
+    ),  # fmt: skip
     *(
         _MAKERS.get(weight.split("_", 1)[1], _linear)(
             f"{weight}_{rows}", "the time of a step", rows, *sizes, bench=True, tags=_LARGE

@@ -37,7 +37,14 @@ _ODD_INNER = (64, 64, 4, 6)
 # chips than this one may multiply tiles of twice the columns by another instruction.
 _BOUND_BY_ARITHMETIC = {"sm90": (128, 64, 8, 4)}
 
-_SCALED_STAGES = 6
+# Of float8 weights: (columns, num_warps, num_stages) by the rows of a program, of weights with many and with few tiles.
+_MANY_TILES_OF_CODES = (64, 4, 4)
+_TILES_OF_CODES = {16: (64, 4, 8), 32: (64, 4, 6), 64: (64, 4, 4), 128: (64, 4, 4)}
+# The same where x is rounded to codes, and for more rows than one program takes.
+_TILES_OF_ROUNDED = {16: (128, 8, 6), 32: (128, 4, 4), 64: (64, 4, 4), 128: (64, 4, 4)}
+_BOUND_BY_CODES = {False: (128, 128, 8, 4), True: (64, 128, 4, 3)}  # rows first
+ROUNDED_APART_ROWS = 16
+"""Rows of x that every program rounds to codes; more are rounded once, before the product."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +102,29 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
     return found if resident <= shortest else replace(found, resident=0)
 
 
-def scaled_config(chip: str, outer: int, inner: int, rows: int, element_bytes: int) -> LinearConfig:
-    """`linear_config` for a `ScaledWeight`: no step is in two groups of 128 inner elements, and the steps are the same
-    for every number of rows. Not tuned: the tiles are those of weights of twice the bytes."""
+def scaled_config(
+    chip: str, outer: int, inner: int, rows: int, element_bytes: int, float8_x: bool = False
+) -> LinearConfig:
+    """`linear_config` for a `ScaledWeight`: no step is in two groups of 128 inner elements, a step is a group where x
+    is rounded to codes, and the steps are the same for every number of rows."""
     found = linear_config(chip, outer, inner, rows, element_bytes)
     if chip == "interpreter":
         return replace(found, columns=_CUT_STEP, block_k=_CUT_STEP)
+    block_k = _CUT_STEP if float8_x or inner % _CUT_STEP == 0 else _ODD_INNER[1]
     if element_bytes == 4:
-        return found
-    block_k = _CUT_STEP if inner % _CUT_STEP == 0 else _ODD_INNER[1]
+        return replace(found, block_k=block_k) if float8_x else found
+    tiles, processors = -(-outer // _COLUMNS), _PROCESSORS[chip]
+    cut = _splits(inner, min(max(1, 2 * processors // tiles), inner // _SHORTEST_SPLIT), block_k)
+    block, many = found.rows, rows > _MOST_ROWS
+    if many:
+        block, columns, warps, stages = _BOUND_BY_CODES[float8_x]
+    elif tiles * cut > 2 * processors:
+        columns, warps, stages = _MANY_TILES_OF_CODES
+    else:
+        columns, warps, stages = (_TILES_OF_ROUNDED if float8_x else _TILES_OF_CODES)[block]
     # A code is converted in registers; codes and rows of x wait in shared memory.
-    fitting = _SHARED_BYTES[chip] // ((found.columns + found.rows * element_bytes) * block_k)
-    return replace(found, block_k=block_k, num_stages=max(2, min(_SCALED_STAGES, fitting)), resident=0)
+    fitting = _SHARED_BYTES[chip] // ((columns + block * element_bytes) * block_k)
+    return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1)
 
 
 def _programs_a_tile(processors: int, tiles: int) -> int:

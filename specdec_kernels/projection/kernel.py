@@ -32,11 +32,10 @@ from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.norm import kernel as norm
 from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
-from specdec_kernels.projection import reference
+from specdec_kernels.projection import kernel_scaled, reference
 from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
 from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
 from specdec_kernels.projection.kernel_library import has_the_bits, products_of_splits
-from specdec_kernels.projection.kernel_scaled import launch_scaled
 from specdec_kernels.projection.types import Product, ScaledWeight
 
 
@@ -128,13 +127,23 @@ def _linear_kernel(
 
 def takes(product: Product) -> bool:
     """Whether the kernel computes it, and not torch."""
-    few = product.rows <= MAX_KERNEL_ROWS or isinstance(product.weight, ScaledWeight)
-    return (few or product.batch_invariant) and product.x.dtype != torch.float64
+    if product.x.dtype == torch.float64:
+        return False
+    if product.rows <= MAX_KERNEL_ROWS or product.batch_invariant:
+        return True
+    return isinstance(product.weight, ScaledWeight) and not kernel_scaled.torch_takes(product)
+
+
+def _by_torch(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """A product that the kernel does not take."""
+    if isinstance(product.weight, ScaledWeight) and product.x.dtype != torch.float64:
+        return kernel_scaled.by_torch(product, bias, out_dtype)
+    return reference.linear(product, bias, out_dtype)
 
 
 def linear(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     if not takes(product):
-        return reference.linear(product, bias, out_dtype)
+        return _by_torch(product, bias, out_dtype)
     x, config = product.x, config_of(product)
     if bias is None and out_dtype in (None, x.dtype) and _library_takes(product, config):
         return _added(products_of_splits(x, product.plain, config), x.dtype, config)
@@ -148,7 +157,7 @@ def linear_silu_mul(product: Product) -> Tensor:
     if x.dtype == torch.float64:
         return reference.linear_silu_mul(product)
     if not takes(product):
-        return activation.silu_mul(reference.linear(product))
+        return activation.silu_mul(_by_torch(product))
     config = config_of(product)
     if _library_takes(product, config):
         return activation.silu_mul(_added(products_of_splits(x, product.plain, config), x.dtype, config))
@@ -217,14 +226,16 @@ def _added(product: Tensor, dtype: torch.dtype, config: LinearConfig) -> Tensor:
 def config_of(product: Product) -> LinearConfig:
     """The table's row for this product."""
     x, outer, inner = product.x, *product.weight.shape
-    choose = scaled_config if isinstance(product.weight, ScaledWeight) else linear_config
-    return choose(current_chip(x), outer, inner, product.rows, x.element_size())
+    call = (current_chip(x), outer, inner, product.rows, x.element_size())
+    if isinstance(product.weight, ScaledWeight):
+        return scaled_config(*call, product.weight.float8_x)
+    return linear_config(*call)
 
 
 def launch_linear(product: Product, bias: Tensor | None, out: Tensor, is_gated: bool, config: LinearConfig) -> None:
     """Write the product to `out` under a given config, or its partial sums where `out` has one more dimension."""
     if isinstance(product.weight, ScaledWeight):
-        launch_scaled(product, bias, out, is_gated, config)
+        kernel_scaled.launch_scaled(product, bias, out, is_gated, config)
         return
     x, weight, rows = product.x, product.weight, product.rows
     outer, inner = weight.shape

@@ -6,6 +6,10 @@ Codes are widened to the type of x, which is exact, so only the sums round. A gr
 multiplied by its scale as it is added; where a row of the weight has one scale, it multiplies the sum of a split. The
 steps along the inner dimension depend on the shape of the weight alone: a row has the same bits among any others.
 
+With `float8_x` x is rounded to codes too, each group of 128 numbers of a row by a scale of its own, and both are
+multiplied as codes where the chip can (sm_90, sm_100). Few rows are rounded by every program that reads them; more rows
+once, by a kernel before the product. Both have the same bits.
+
 An e4m3 code has the sign, four bits of the exponent and three of the mantissa of a number. At these places of a wider
 type they are the number times a power of two, also where they are a subnormal: 2^-120 in bfloat16 and float32, whose
 exponents have eight bits, and 2^-8 in float16.
@@ -16,17 +20,22 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.kv_write.kernel import to_e4m3
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
-from specdec_kernels.projection.configs import LinearConfig
+from specdec_kernels.projection.configs import ROUNDED_APART_ROWS, LinearConfig
 from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
-from specdec_kernels.projection.types import GROUP, Product
+from specdec_kernels.projection.types import GROUP, LARGEST_CODE, LEAST_MAGNITUDE, Product, ScaledWeight
 
 _GROUP = tl.constexpr(GROUP)
+_LARGEST = tl.constexpr(LARGEST_CODE)
+_LEAST = tl.constexpr(LEAST_MAGNITUDE)
 _TWO_120 = tl.constexpr(2.0**120)
 # Four codes in a register to two registers of two numbers: the bytes spread to the upper halves, the seven bits below
 # the sign moved to their places, a product with the power of two.
@@ -75,19 +84,26 @@ class Scales(NamedTuple):
     rows: Any  # [COLUMNS]: of each row of the weight
     first: Any  # of the first half of the rows, which is one group
     second: Any
+    x: Any  # [groups, M] of x, if APART
 
 
 class Scaling(NamedTuple):
     """Compile-time properties of the scales. BY_ROW: one for each row of the weight. HALVES: each half of a program's
-    rows has one."""
+    rows has one. FLOAT8_X: x is rounded to codes; APART: before the product. CODES: the chip
+    multiplies codes."""
 
     BY_ROW: Any
     HALVES: Any
     NVIDIA: Any
+    FLOAT8_X: Any
+    APART: Any
+    CODES: Any
 
 
 @triton.jit
-def _scales_of(scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+def _scales_of(
+    scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS: tl.constexpr, GATED: tl.constexpr
+):
     """Where a program's scales begin; a gated tile holds rows of two places."""
     HALF: tl.constexpr = COLUMNS // 2
     first = tile * (HALF if GATED else COLUMNS)
@@ -96,6 +112,7 @@ def _scales_of(scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS: 
         scale_ptr + (weight_row // GROUP_ROWS).to(tl.int64) * groups,
         scale_ptr + (first // GROUP_ROWS).to(tl.int64) * groups,
         scale_ptr + (second // GROUP_ROWS).to(tl.int64) * groups,
+        x_scale_ptr,
     )
 
 
@@ -108,6 +125,25 @@ def _scale_at(scales, group, COLUMNS: tl.constexpr, HALVES: tl.constexpr):
         )
     else:
         return tl.load(scales.rows + group)
+
+
+@triton.jit
+def _rounded(x):
+    """x [GROUP, N] in float32, between -448 and 448, and its scales [N], from the largest magnitudes."""
+    wide = x.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(wide), 0), _LEAST)
+    return wide * tl.div_rn(_LARGEST, largest)[None], tl.div_rn(largest, _LARGEST)
+
+
+@triton.jit
+def _x_of(x, scales, of, group, SCALING: tl.constexpr):
+    """A group of x as the product takes it, and what its sums are multiplied by, [ROWS]."""
+    if SCALING.APART:
+        numbers, scale = x, tl.load(scales.x + group * of.rows + of.row, mask=of.row < of.rows, other=0.0)
+    else:
+        wide, scale = _rounded(x)
+        numbers = wide.to(tl.float8e4nv) if SCALING.CODES else widened(to_e4m3(wide), x, SCALING.NVIDIA)
+    return numbers, scale
 
 
 @triton.jit
@@ -125,27 +161,57 @@ def scaled_sum(of, scales, k_first, k_end, TILE: tl.constexpr, SCALING: tl.const
             other = tl.load(x, mask=here, other=0.0)
         else:
             inside = first + lane < k_end
-            codes = tl.load(weight, mask=inside[None, :], other=0, eviction_policy="evict_first")
+            codes = tl.load(weight, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
             other = tl.load(x, mask=inside[:, None] & here, other=0.0)
-        numbers = widened(codes, other, SCALING.NVIDIA)
-        if SCALING.BY_ROW:
+        if SCALING.FLOAT8_X:
+            other, x_scale = _x_of(other, scales, of, first // _GROUP, SCALING)
+        numbers = codes if SCALING.CODES else widened(codes, other, SCALING.NVIDIA)
+        if SCALING.BY_ROW and not SCALING.FLOAT8_X:
             acc = tl.dot(numbers, other, acc, input_precision="ieee")
         else:
-            scale = following
-            # Requested a step ahead: it is not among the loads that the compiler moves ahead, those of the product.
-            group = tl.minimum(first + TILE.BLOCK_K, of.K - 1) // _GROUP
-            following = _scale_at(scales, group, TILE.COLUMNS, SCALING.HALVES)
             part = tl.dot(numbers, other, input_precision="ieee")
-            acc = tl.fma(part, tl.broadcast_to(scale[:, None], part.shape), acc)
+            if SCALING.FLOAT8_X:
+                part *= x_scale[None, :]
+            if SCALING.BY_ROW:
+                acc += part
+            else:
+                scale = following
+                # Requested a step ahead: it is not among the loads that the compiler moves ahead, those of the product.
+                group = tl.minimum(first + TILE.BLOCK_K, of.K - 1) // _GROUP
+                following = _scale_at(scales, group, TILE.COLUMNS, SCALING.HALVES)
+                acc = tl.fma(part, tl.broadcast_to(scale[:, None], part.shape), acc)
         weight += TILE.BLOCK_K
         x += TILE.BLOCK_K
     return acc * following[:, None] if SCALING.BY_ROW else acc
 
 
+@triton.jit
+def _round_rows_kernel(
+    x_ptr,  # [rows, K]
+    code_ptr,  # [rows, K] float8, or uint8 unless CODES
+    scale_ptr,  # [groups, rows] float32
+    K,
+    GROUPS: tl.constexpr,
+    CODES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row a program."""
+    row = tl.program_id(0)
+    at = tl.arange(0, _GROUP)[:, None] + tl.arange(0, GROUPS)[None, :] * _GROUP
+    place = row.to(tl.int64) * K + at
+    wait_for_predecessor(PDL)
+    wide, scale = _rounded(tl.load(x_ptr + place, mask=at < K, other=0.0))
+    launch_dependents(PDL)
+    tl.store(code_ptr + place, wide.to(tl.float8e4nv) if CODES else to_e4m3(wide), mask=at < K)
+    group = tl.arange(0, GROUPS)
+    tl.store(scale_ptr + group * tl.num_programs(0) + row, scale, mask=group * _GROUP < K)
+
+
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _scaled_linear_kernel(
-    x_ptr,  # [rows, K]
-    weight_ptr,  # [OUTER, K] uint8
+    x_ptr,  # [rows, K], codes if APART
+    x_scale_ptr,  # [groups, rows] float32 if APART, else anything
+    weight_ptr,  # [OUTER, K]: uint8, or float8 if CODES
     scale_ptr,  # [ceil(OUTER / GROUP_ROWS), groups] float32
     bias_ptr,  # [OUTER] or None
     out_ptr,  # as of `_linear_kernel`, like the two below
@@ -167,6 +233,9 @@ def _scaled_linear_kernel(
     BY_ROW: tl.constexpr,
     HALVES: tl.constexpr,
     NVIDIA: tl.constexpr,
+    FLOAT8_X: tl.constexpr,
+    APART: tl.constexpr,
+    CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -174,9 +243,9 @@ def _scaled_linear_kernel(
     split = tl.program_id(2)
     weight_row = weight_rows(tile, OUTER, COLUMNS, GATED)
     TILE: tl.constexpr = Tile(ROWS, COLUMNS, BLOCK_K, EVEN_K)
-    SCALING: tl.constexpr = Scaling(BY_ROW, HALVES, NVIDIA)
+    SCALING: tl.constexpr = Scaling(BY_ROW, HALVES, NVIDIA, FLOAT8_X, APART, CODES)
     of = Operands(x_ptr, weight_ptr, weight_row, row, rows, K)
-    scales = _scales_of(scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS, GATED)
+    scales = _scales_of(scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS, GATED)
     k_first = split * split_length
     wait_for_predecessor(PDL)
     acc = scaled_sum(of, scales, k_first, tl.minimum(K, k_first + split_length), TILE, SCALING)
@@ -188,16 +257,70 @@ def _scaled_linear_kernel(
     finish(out_ptr, bias_ptr, part_ptr, ticket_ptr, acc, of, tile, split, splits, OUTER, TILE, GATED)
 
 
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [rows, K] of x [..., K] and scales [ceil(K / 128), rows] float32, as the product rounds x by itself. Codes
+    are float8_e4m3fn where the chip multiplies them, else uint8."""
+    inner, chip = x.shape[-1], current_chip(x)
+    rows, groups = x.numel() // inner, -(-inner // GROUP)
+    codes = torch.empty(
+        (rows, inner), dtype=torch.float8_e4m3fn if _multiplies_codes(chip) else torch.uint8, device=x.device
+    )
+    scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device)
+    launch(
+        _round_rows_kernel,
+        (rows,),
+        *(x, codes, scales, inner),
+        num_warps=4,
+        GROUPS=triton.next_power_of_2(groups),
+        CODES=_multiplies_codes(chip),
+        **pdl_options(chip),
+    )
+    return codes, scales
+
+
+def _multiplies_codes(chip: str) -> bool:
+    return chip in ("sm90", "sm100")
+
+
+def torch_takes(product: Product) -> bool:
+    """Whether torch multiplies the codes of x and the weight, whose bits of a row depend on the number of rows."""
+    weight = product.weight
+    assert isinstance(weight, ScaledWeight)
+    is_block = weight.group_rows == weight.group_inner == GROUP and not any(size % GROUP for size in weight.shape)
+    return weight.float8_x and is_block and product.x.dtype == torch.bfloat16 and current_chip(product.x) == "sm90"
+
+
+def by_torch(product: Product, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """The product of more rows than the kernel takes."""
+    weight = product.weight
+    assert isinstance(weight, ScaledWeight)
+    codes, scales = rounded_rows(product.x)
+    dtype = torch.float32 if bias is not None else out_dtype or product.x.dtype
+    result = F.scaled_mm(
+        *(codes, weight.codes.view(torch.float8_e4m3fn).t()),
+        *(scales.t(), F.ScalingType.BlockWise1x128, weight.scales.t(), F.ScalingType.BlockWise128x128),
+        output_dtype=dtype,
+    )
+    if bias is not None:
+        result = (result + bias.float()).to(out_dtype or product.x.dtype)
+    return result.view(product.shape)
+
+
 def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: bool, config: LinearConfig) -> None:
     """`kernel.launch_linear` for a `ScaledWeight`."""
     x, weight, _ = product
+    assert isinstance(weight, ScaledWeight)
     outer, inner = weight.shape
     chip, half = current_chip(x), config.columns // 2
     work = work_of(product, out, is_gated, config)
+    multiplies = weight.float8_x and _multiplies_codes(chip)
+    apart = multiplies and product.rows > ROUNDED_APART_ROWS
+    numbers, x_scales = rounded_rows(x) if apart else (x, weight.scales)
     launch(
         _scaled_linear_kernel,
         work.grid,
-        *(x, weight.codes, weight.scales, bias, out, work.part, work.ticket),
+        *(numbers, x_scales, weight.codes.view(torch.float8_e4m3fn) if multiplies else weight.codes, weight.scales),
+        *(bias, out, work.part, work.ticket),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -211,5 +334,8 @@ def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
         BY_ROW=weight.group_rows == 1 and weight.group_inner >= inner,
         HALVES=weight.group_rows % half == 0 and not (is_gated and outer // 2 % half),
         NVIDIA=chip.startswith("sm"),
+        FLOAT8_X=weight.float8_x,
+        APART=apart,
+        CODES=multiplies,
         **pdl_options(chip),
     )

@@ -11,7 +11,13 @@ from specdec_kernels.all_reduce.reference import all_reduce_add_rms_norm, tell_n
 from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.norm.reference import add_rms_norm
 from specdec_kernels.norm.types import Normed, NormInputs
-from specdec_kernels.projection.types import Product, ScaledWeight
+from specdec_kernels.projection.types import (
+    GROUP,
+    LARGEST_CODE,
+    LEAST_MAGNITUDE,
+    Product,
+    ScaledWeight,
+)
 
 
 def dequantised(weight: ScaledWeight, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -22,16 +28,32 @@ def dequantised(weight: ScaledWeight, dtype: torch.dtype = torch.float32) -> Ten
     return values.mul_(scales.repeat_interleave(weight.group_inner, 1)[:, :inner])
 
 
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 codes [..., K] of x and scales [..., ceil(K / 128)] float32, in float32 whatever the dtype of x."""
+    inner = x.shape[-1]
+    groups = F.pad(x.float(), (0, -inner % GROUP)).unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1).clamp(min=LEAST_MAGNITUDE)
+    codes = (groups * (LARGEST_CODE / largest)[..., None]).clamp(-LARGEST_CODE, LARGEST_CODE)
+    return codes.to(torch.float8_e4m3fn).flatten(-2)[..., :inner], largest / LARGEST_CODE
+
+
+def _rounded_values(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as `rounded` leaves it, in `dtype`."""
+    codes, scales = rounded(x)
+    return codes.float().to(dtype) * scales.to(dtype).repeat_interleave(GROUP, -1)[..., : x.shape[-1]]
+
+
 def linear(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x weight^T + bias, of a `ScaledWeight` in at least float32. torch promises no bits, so `batch_invariant` changes
     nothing here."""
     if isinstance(product.weight, ScaledWeight):
         wide = torch.promote_types(product.x.dtype, torch.float32)
         weight = dequantised(product.weight, wide)
+        x = _rounded_values(product.x, wide) if product.weight.float8_x else product.x
     else:
         wide = torch.promote_types(product.x.dtype, out_dtype or product.x.dtype)
-        weight = product.weight.to(wide)
-    result = F.linear(product.x.to(wide), weight, None if bias is None else bias.to(wide))
+        weight, x = product.weight.to(wide), product.x
+    result = F.linear(x.to(wide), weight, None if bias is None else bias.to(wide))
     return result.to(torch.promote_types(product.x.dtype, out_dtype or product.x.dtype))
 
 

@@ -81,9 +81,9 @@ def test_the_output_is_that_of_the_quantised_weights(tmp_path: Path) -> None:
 
 
 def test_settings_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"runtime.weight_dtype: expected one of auto, fp8, got 'int4'"):
+    with pytest.raises(ValueError, match=r"runtime.weight_dtype: expected one of auto, fp8, fp8_w8a16, got 'int4'"):
         RuntimeSettings(weight_dtype="int4")
     with pytest.raises(ValueError, match=r"runtime.weight_dtype=fp8.*expected runtime.tensor_parallel=1, got 2"):
         RuntimeSettings(weight_dtype="fp8", tensor_parallel=2)
-    with pytest.raises(ValueError, match="weight_dtype: expected one of auto, fp8, got 'fp4'"):
+    with pytest.raises(ValueError, match="weight_dtype: expected one of auto, fp8, fp8_w8a16, got 'fp4'"):
         load_by_name(tmp_path, "cpu", weight_dtype="fp4")

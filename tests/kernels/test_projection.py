@@ -18,11 +18,13 @@ from specdec_kernels.projection import (
     device,
     kernel,
     kernel_library,
+    kernel_scaled,
     linear,
     linear_add_rms_norm,
     linear_all_reduce_add_rms_norm,
     linear_argmax,
     linear_silu_mul,
+    reference,
 )
 from specdec_kernels.projection.cases import WEIGHTS, argmax_inputs, linear_inputs, normed_inputs, scaled_inputs
 from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
@@ -48,26 +50,38 @@ def test_a_row_has_the_same_bits_among_others(function: Any, outer: int, inner: 
     assert torch.equal(function(x[:9], weight, **options)[0], whole[0])
 
 
-@pytest.mark.parametrize("groups", [(128, 128), (1, 700)], ids=["blocks", "rows"])
-def test_a_row_of_a_scaled_product_has_the_same_bits_among_others(groups: tuple[int, int]) -> None:
-    """Without `batch_invariant` too: the kernel takes any number of rows."""
-    inputs = scaled_inputs(Maker.seeded(DEVICE, DTYPE), 140, 264, 700, groups=groups)
+@pytest.mark.parametrize("float8_x", [False, True], ids=["W8A16", "W8A8"])
+@pytest.mark.parametrize("groups", [(128, 128), (1, 768)], ids=["blocks", "rows"])
+def test_a_row_of_a_scaled_product_has_the_same_bits_among_others(groups: tuple[int, int], float8_x: bool) -> None:
+    """Whether the product rounds x or a kernel before it."""
+    inputs = scaled_inputs(Maker.seeded(DEVICE, DTYPE), 140, 256, 768, groups=groups, float8_x=float8_x)
     x, weight = inputs["x"], inputs["weight"]
-    whole = linear(x, weight, impl="triton")
+    whole = linear(x, weight, batch_invariant=True, impl="triton")
     for rows in (1, 17, 64):
-        assert torch.equal(linear(x[:rows], weight, impl="triton"), whole[:rows]), f"{rows} rows"
+        part = linear(x[:rows], weight, batch_invariant=True, impl="triton")
+        assert torch.equal(part, whole[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("inner", [40, 640])
+def test_codes_of_x_written_before_the_product_are_those_of_the_definition(inner: int) -> None:
+    x = scaled_inputs(Maker.seeded(DEVICE, DTYPE), 7, 1, inner, float8_x=True)["x"]
+    codes, scales = kernel_scaled.rounded_rows(x)
+    expected, expected_scales = reference.rounded(x)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales.T, expected_scales)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("float8_x", [False, True], ids=["W8A16", "W8A8"])
 @pytest.mark.parametrize("bytes_", [2, 4])
-def test_the_steps_of_a_scaled_product_do_not_depend_on_the_rows(chip: str, bytes_: int) -> None:
+def test_the_steps_of_a_scaled_product_do_not_depend_on_the_rows(chip: str, bytes_: int, float8_x: bool) -> None:
     """Each is in one group of 128 inner elements."""
     for outer, inner in [*WEIGHTS.values(), (1, 1), (45, 33), (1000, 129)]:
-        configs = [scaled_config(chip, outer, inner, rows, bytes_) for rows in (1, *ROWS, 200)]
+        configs = [scaled_config(chip, outer, inner, rows, bytes_, float8_x) for rows in (1, *ROWS, 200)]
         steps = {(config.splits, config.split_length(inner), config.block_k) for config in configs}
         assert len(steps) == 1, f"{outer} x {inner}: {steps}"
         _, length, block_k = steps.pop()
-        assert 128 % block_k == 0 and (length % block_k == 0 or length == inner)
+        assert block_k == 128 if float8_x and chip != "interpreter" else 128 % block_k == 0
+        assert length % block_k == 0 or length == inner
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from specdec_kernels.launch import Launch, record_launches
 _POINTER_TYPES = {
     torch.bool: "i1",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.float16: "fp16",

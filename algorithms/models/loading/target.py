@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +22,6 @@ from algorithms.models.scaled_linear import SUPPORTED, WeightFormat, quantise
 from algorithms.models.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
-FP8 = "fp8"
-"""`runtime.weight_dtype` that quantises weights."""
 NEUTRAL = {"logit_scale": 1.0, "output_multiplier": 1.0, "input_embedding_scale": 1.0, "is_neox_style": True}
 FOREIGN = (
     "is_neox_style",
@@ -74,8 +72,8 @@ def load_target(
 ) -> Target:
     """Load a language model's folder or hub name for inference; ModelError where it cannot serve.
 
-    `weight_dtype` fp8 quantises the projections of the layers to float8 in blocks; auto leaves them as they are stored,
-    and so does fp8 where they are stored in float8.
+    `weight_dtype` as `runtime.weight_dtype`: fp8 and fp8_w8a16 quantise the projections of the layers to float8 in
+    blocks, unless they are stored in float8; auto leaves them as they are stored.
     """
     found = path if isinstance(path, TargetFolder) else read_target(path)
     check_weight_dtype(found, weight_dtype)
@@ -83,13 +81,13 @@ def load_target(
         model = Decoder(found.config)
     ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
     ignored |= {name for name in stored_tensors(found.path, text_name) if _is_other(name, found.config)}
-    weight_format = found.weight_format
+    weight_format = found.weight_format and replace(found.weight_format, float8_x=weight_dtype != "fp8_w8a16")
     load_weights(model, found.path, device, dtype, ignored=ignored, rename=text_name, weight_format=weight_format)
     for name, parameter in model.named_parameters():
         if offset := norm_offset(name, found.config):
             parameter.data += offset
-    if weight_dtype == FP8 and weight_format is None:
-        quantise(model.model.layers)
+    if weight_dtype != "auto" and weight_format is None:
+        quantise(model.model.layers, WeightFormat(float8_x=weight_dtype != "fp8_w8a16"))
     return Target(found.config, found.path, model, origin=found.origin, weight_format=weight_format)
 
 
@@ -263,7 +261,7 @@ def check_shareable(found: TargetFolder, processes: int) -> None:
 def check_weight_dtype(found: TargetFolder, weight_dtype: str) -> None:
     """ModelError where the target has layers whose weights cannot be float8, and they are stored so or shall become
     so."""
-    if found.weight_format is None and weight_dtype != FP8:
+    if found.weight_format is None and weight_dtype == "auto":
         return
     kinds = {type(kind) for kind in (*found.config.mixings, *found.config.mlps)}
     # The latent projection has a use of its own: it stays as it is stored, or is not read.

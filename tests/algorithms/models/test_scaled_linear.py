@@ -20,6 +20,7 @@ from algorithms.models.loading.stored import stored_tensors
 from algorithms.models.loading.target import check_shareable
 from algorithms.models.packing import packed
 from algorithms.models.scaled_linear import ScaledLinear, WeightFormat, quantised_blocks
+from specdec_kernels.projection import reference
 from specdec_kernels.projection.reference import dequantised as of_record
 from tests.algorithms.layer_kinds import EXPERTS, LATENT
 from tests.algorithms.scaled_folders import (
@@ -49,7 +50,7 @@ def scaled_linear(weight: torch.Tensor, kind: str = "blocks", bias: bool = False
 def test_every_finite_code_is_its_number(impl: str | None) -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[codes & 0x7F != 0x7F].view(torch.float8_e4m3fn)
-    linear = ScaledLinear(1, len(codes), False, WeightFormat(by_row=True, scale_name="weight_scale"))
+    linear = ScaledLinear(1, len(codes), False, replace(FORMATS["rows"], float8_x=False))
     linear.load_state_dict(dict(weight=codes[:, None], weight_scale=torch.ones(len(codes), 1)))
     linear.impl = impl
     found = linear(torch.ones(1, 1))[0]
@@ -98,15 +99,21 @@ def logits_of(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
-@pytest.mark.parametrize("impl", [None, "triton"])
-def test_a_folder_has_the_logits_of_its_dequantised_weights(tmp_path: Path, kind: str, impl: str | None) -> None:
+@pytest.mark.parametrize("impl, weight_dtype", [(None, "auto"), ("triton", "auto"), ("triton", "fp8_w8a16")])
+def test_a_folder_has_the_logits_of_its_dequantised_weights(
+    tmp_path: Path, kind: str, impl: str | None, weight_dtype: str
+) -> None:
+    """And of inputs that are rounded to codes of 128 numbers each, but for W8A16."""
     transformers = pytest.importorskip("transformers")
     plain = write_scaled_target(tmp_path / "scaled", kind)
     write_target(tmp_path / "plain", scaled_config())
     write_weights(tmp_path / "plain", plain)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
-    target = load_target(tmp_path / "scaled", "cpu", torch.float32)
+    target = load_target(tmp_path / "scaled", "cpu", torch.float32, weight_dtype)
     target.model.set_forward(impl)
+    scaled = [name for name, part in target.model.named_modules() if isinstance(part, ScaledLinear)]
+    for name in scaled if weight_dtype == "auto" else ():
+        theirs.get_submodule(name).register_forward_pre_hook(with_rounded_input)
     tokens = torch.randint(272, (1, 9), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         expected = theirs(tokens).logits
@@ -114,6 +121,11 @@ def test_a_folder_has_the_logits_of_its_dequantised_weights(tmp_path: Path, kind
         # The error of the codes themselves is far larger.
         unlike = logits_of(load_target(written_plainly(tmp_path), "cpu", torch.float32).model, tokens)
         assert (unlike - expected).abs().max() > 1e-2
+
+
+def with_rounded_input(layer: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    codes, scales = reference.rounded(inputs[0])
+    return (codes.float() * scales.repeat_interleave(128, -1)[..., : codes.shape[-1]],)
 
 
 def written_plainly(tmp_path: Path) -> Path:
@@ -274,7 +286,7 @@ def test_a_bias_is_not_scaled() -> None:
     linear = scaled_linear(weight, bias=True)
     assert linear.bias is not None
     linear.bias.data[:] = 3
-    x = torch.randn(2, 7)
+    x = torch.tensor([448.0, 28, -3, 0, 1, 2, -4]).expand(2, 7).contiguous()  # codes already
     expected = x @ of_record(linear.scaled_weight).T + 3
     torch.testing.assert_close(linear(x), expected)
     linear.impl = "triton"
