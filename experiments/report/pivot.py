@@ -112,7 +112,7 @@ def latex(pivots: Sequence[Pivot], caption: str, label: str) -> str:
     return "\n".join(
         [
             "\\begin{table*}[t]",
-            "\\centering\\small",
+            "\\centering\\scriptsize\\setlength{\\tabcolsep}{3pt}",  # eight columns of a page's width
             f"\\caption{{{latex_escaped(caption)}}}\\label{{{label}}}",
             f"\\begin{{tabular}}{{l{'r' * len(columns)}}}",
             "\\hline",

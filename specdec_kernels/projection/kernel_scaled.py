@@ -36,6 +36,7 @@ from specdec_kernels.projection.types import GROUP, LARGEST_CODE, LEAST_MAGNITUD
 _GROUP = tl.constexpr(GROUP)
 _LARGEST = tl.constexpr(LARGEST_CODE)
 _LEAST = tl.constexpr(LEAST_MAGNITUDE)
+_TORCH_ROWS = 16  # a multiple of which torch multiplies
 _TWO_120 = tl.constexpr(2.0**120)
 # Four codes in a register to two registers of two numbers: the bytes spread to the upper halves, the seven bits below
 # the sign moved to their places, a product with the power of two.
@@ -185,24 +186,25 @@ def scaled_sum(of, scales, k_first, k_end, TILE: tl.constexpr, SCALING: tl.const
     return acc * following[:, None] if SCALING.BY_ROW else acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _round_rows_kernel(
     x_ptr,  # [rows, K]
-    code_ptr,  # [rows, K] float8, or uint8 unless CODES
-    scale_ptr,  # [groups, rows] float32
+    code_ptr,  # [programs, K] float8, or uint8 unless CODES
+    scale_ptr,  # [groups, programs] float32
+    rows,
     K,
     GROUPS: tl.constexpr,
     CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row a program."""
+    """One row a program; programs past the last row take it again."""
     row = tl.program_id(0)
     at = tl.arange(0, _GROUP)[:, None] + tl.arange(0, GROUPS)[None, :] * _GROUP
-    place = row.to(tl.int64) * K + at
     wait_for_predecessor(PDL)
-    wide, scale = _rounded(tl.load(x_ptr + place, mask=at < K, other=0.0))
+    x_ptr += tl.minimum(row, rows - 1).to(tl.int64) * K
+    wide, scale = _rounded(tl.load(x_ptr + at, mask=at < K, other=0.0))
     launch_dependents(PDL)
-    tl.store(code_ptr + place, wide.to(tl.float8e4nv) if CODES else to_e4m3(wide), mask=at < K)
+    tl.store(code_ptr + row.to(tl.int64) * K + at, wide.to(tl.float8e4nv) if CODES else to_e4m3(wide), mask=at < K)
     group = tl.arange(0, GROUPS)
     tl.store(scale_ptr + group * tl.num_programs(0) + row, scale, mask=group * _GROUP < K)
 
@@ -257,19 +259,19 @@ def _scaled_linear_kernel(
     finish(out_ptr, bias_ptr, part_ptr, ticket_ptr, acc, of, tile, split, splits, OUTER, TILE, GATED)
 
 
-def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [rows, K] of x [..., K] and scales [ceil(K / 128), rows] float32, as the product rounds x by itself. Codes
-    are float8_e4m3fn where the chip multiplies them, else uint8."""
+def rounded_rows(x: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Codes [rows, K] of x [..., K] and scales [ceil(K / 128), rows] float32, as the product rounds x by itself; the
+    last row again up to a multiple of rows. Codes are float8_e4m3fn where the chip multiplies them, else uint8."""
     inner, chip = x.shape[-1], current_chip(x)
-    rows, groups = x.numel() // inner, -(-inner // GROUP)
-    codes = torch.empty(
-        (rows, inner), dtype=torch.float8_e4m3fn if _multiplies_codes(chip) else torch.uint8, device=x.device
-    )
-    scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device)
+    groups, rows = -(-inner // GROUP), x.numel() // inner
+    programs = -(-rows // multiple) * multiple
+    dtype = torch.float8_e4m3fn if _multiplies_codes(chip) else torch.uint8
+    codes = torch.empty((programs, inner), dtype=dtype, device=x.device)
+    scales = torch.empty((groups, programs), dtype=torch.float32, device=x.device)
     launch(
         _round_rows_kernel,
-        (rows,),
-        *(x, codes, scales, inner),
+        (programs,),
+        *(x, codes, scales, rows, inner),
         num_warps=4,
         GROUPS=triton.next_power_of_2(groups),
         CODES=_multiplies_codes(chip),
@@ -294,7 +296,7 @@ def by_torch(product: Product, bias: Tensor | None, out_dtype: torch.dtype | Non
     """The product of more rows than the kernel takes."""
     weight = product.weight
     assert isinstance(weight, ScaledWeight)
-    codes, scales = rounded_rows(product.x)
+    codes, scales = rounded_rows(product.x, _TORCH_ROWS)
     dtype = torch.float32 if bias is not None else out_dtype or product.x.dtype
     result = F.scaled_mm(
         *(codes, weight.codes.view(torch.float8_e4m3fn).t()),
@@ -303,7 +305,7 @@ def by_torch(product: Product, bias: Tensor | None, out_dtype: torch.dtype | Non
     )
     if bias is not None:
         result = (result + bias.float()).to(out_dtype or product.x.dtype)
-    return result.view(product.shape)
+    return result[: product.rows].view(product.shape)
 
 
 def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: bool, config: LinearConfig) -> None:
