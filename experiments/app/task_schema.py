@@ -280,15 +280,13 @@ class ReplayTask(MethodsTask):
 class VerificationRulesTask(MethodsTask):
     """How many drafts each acceptance rule accepts in expectation, on the same draws."""
 
-    RUN = "experiments.studies.rules.task:VerificationRules"
+    RUN = "experiments.studies.rules:VerificationRules"
     IGNORED = (
         "algo", "baseline", "samples", "sampling.temperature", "sampling.seed", "runtime.graph", "runtime.adaptive",
         "runtime.adaptive_cost",
     )  # fmt: skip
     name: str = "verification_rules"
     temperature: float = 1.0
-    analytic: bool = True
-    """Also over a vocabulary of four tokens, where every draw is enumerated."""
 
     def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
         return ["none"]

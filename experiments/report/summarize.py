@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from algorithms.engine.request import Completion
+from algorithms.engine.session import Generation
 from experiments.report.intervals import interval, ratio_interval, wilson
 from experiments.report.metrics import (
     AcceptanceCounts,
@@ -19,10 +21,6 @@ from experiments.report.metrics import (
     Prediction,
     Times,
 )
-
-if TYPE_CHECKING:
-    from algorithms.engine.request import Completion
-    from algorithms.engine.session import Generation
 
 Score = Callable[[int, str], bool]
 Look = Callable[[int, Mapping[str, Any]], dict[str, Any]]

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from algorithms import load_algorithm, load_backend
+from algorithms.algorithm import Algorithm
+from algorithms.attention.backends.protocol import Backend
+from algorithms.engine.engine import Engine
+from algorithms.engine.request import Request
+from algorithms.engine.session import Generation
+from algorithms.models.loading import Target
+from algorithms.registry import available
+from algorithms.step.adaptive import StepCosts
+from algorithms.step.runner import buckets
+from algorithms.step.sampling_params import SamplingNeeds
 from experiments.app.errors import UserError, user_errors
 from experiments.app.plan import Plan, kv_dtype_of
 from experiments.app.step_times import read_step_times
@@ -14,14 +27,6 @@ from experiments.app.workload import Workload
 from experiments.report import summarize
 from experiments.report.metrics import MethodResult
 from experiments.tasks.numerical_tie import lossless
-
-if TYPE_CHECKING:
-    from algorithms.algorithm import Algorithm
-    from algorithms.attention.backends.protocol import Backend
-    from algorithms.engine.engine import Engine
-    from algorithms.engine.request import Request
-    from algorithms.engine.session import Generation
-    from algorithms.models.loading import Target
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -77,8 +82,6 @@ class Decoded:
 
 def baseline_config() -> Any:
     """The configuration of autoregressive decoding."""
-    from algorithms.registry import available
-
     return available()[AUTOREGRESSIVE].Config()
 
 
@@ -88,15 +91,11 @@ def warm_up_sizes(compiled: bool, max_batch: int) -> list[tuple[int, int]]:
     Kernels are compiled for powers of two of a batch, and prompts enter a running batch in any number. So every size is
     prefilled once, and then several batches pass through.
     """
-    from algorithms.step.runner import buckets
-
     return [*((size, 2) for size in buckets(max_batch)), (4 * max_batch, 32)] if compiled else [(1, 2)]
 
 
 def warm_up(engine: Engine, plan: Plan, requests: Sequence[Request]) -> None:
     """Decode the beginnings of `requests`, so that compilation and first imports are no part of a step."""
-    from algorithms.step.sampling_params import SamplingNeeds
-
     # A few requests may need less than all of them, whose steps run other kernels.
     needs = SamplingNeeds.of(request.sampling for request in requests)
     for count, tokens in warm_up_sizes(plan.hardware.label == "triton", plan.config.runtime.max_batch):
@@ -116,8 +115,6 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
 
 def make_algorithm(plan: Plan, target: Target, algo: Any) -> Algorithm:
     """The algorithm that `algo` configures, with its drafter."""
-    from algorithms import load_algorithm
-
     drafter = plan.config.model.drafter_of_method(algo)
     with _memory_errors(), user_errors(ValueError, OSError):
         return load_algorithm(algo, target, drafter)
@@ -125,10 +122,6 @@ def make_algorithm(plan: Plan, target: Target, algo: Any) -> Algorithm:
 
 def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) -> tuple[Engine, Backend]:
     """An engine for `algorithm`, and its attention backend; `longest` as in `make_engine`."""
-    from algorithms import load_backend
-    from algorithms.engine.engine import Engine
-    from algorithms.step.adaptive import StepCosts
-
     config, runtime, impl = plan.config, plan.config.runtime, plan.hardware.impl
     settings = replace(
         runtime,
@@ -154,8 +147,6 @@ def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) ->
 @contextmanager
 def _memory_errors() -> Iterator[None]:
     """Turn a failed allocation into a UserError; on the CPU that error has no type of its own."""
-    import torch
-
     cpu_messages = ("DefaultCPUAllocator", "Storage size calculation overflowed")
     try:
         yield

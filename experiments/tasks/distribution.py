@@ -7,13 +7,12 @@ many seeds are counted, and Pearson's chi-square test compares the counts with t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from algorithms.engine.request import Request
-    from algorithms.models.loading import Target
+from algorithms.engine.request import Request
+from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.loading import Target
 
 TOP_K = 8
 """The test samples from this many tokens, so that its cells are few and well filled."""
@@ -24,10 +23,6 @@ Outcome = tuple[int, ...]
 
 def next_logits(target: Target, tokens: Sequence[int]) -> torch.Tensor:
     """[V] float32 logits of the token after `tokens`, from a forward without a cache."""
-    import torch
-
-    from algorithms.models.dense_mixer import DenseMixer
-
     model = target.model
     device = model.model.norm.weight.device
     with torch.inference_mode():
@@ -87,8 +82,6 @@ def chi_square_p(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, f
 
 def pearson_p(cells: Sequence[tuple[float, int]]) -> float:
     """Chance of cells, as pairs of expected and observed draws, that fit no better; 1 for fewer than two."""
-    import torch
-
     if len(cells) < 2:
         return 1.0
     statistic, freedom = sum((o - e) ** 2 / e for e, o in cells), len(cells) - 1
@@ -98,8 +91,6 @@ def pearson_p(cells: Sequence[tuple[float, int]]) -> float:
 
 def at_least_p(observed: int, expected: float) -> float:
     """Chance that a Poisson variable of mean `expected` reaches `observed`."""
-    import torch
-
     if observed == 0:
         return 1.0
     reached, mean = (torch.tensor(value, dtype=torch.float64) for value in (float(observed), expected))

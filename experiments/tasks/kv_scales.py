@@ -13,6 +13,9 @@ from typing import Annotated, TypedDict
 import torch
 from safetensors.torch import save
 
+from algorithms.attention.memory import PagedMemory
+from algorithms.engine.request import EngineError
+from algorithms.parallel.collectives import join_columns, parallel
 from experiments.app.errors import UserError, user_errors
 from experiments.report.run_folder import KV_SCALES
 from experiments.report.tables import Metric, Result, columns
@@ -73,10 +76,6 @@ class KVScales(Task):
 
     def _largest(self) -> tuple[torch.Tensor, int]:
         """Largest magnitudes [layers, 2, H_kv] float32 of keys and values, and the number of stored tokens."""
-        from algorithms.attention.memory import PagedMemory
-        from algorithms.engine.request import EngineError
-        from algorithms.parallel.collectives import join_columns, parallel
-
         (workload,) = self.plan.workloads
         engine, _, _ = make_engine(self.plan, self.target, baseline_config(), workload.max_length)
         if not isinstance(engine.parts.memory, PagedMemory):

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
-from algorithms.engine.request import Request
+from algorithms.engine.request import Completion, Request
+from algorithms.models.loading import Target
 from algorithms.step.sampling_params import SamplingParams
 from experiments.app.hardware import INTERPRETER
 from experiments.app.plan import Plan
@@ -32,10 +33,6 @@ from experiments.tasks.base import Task
 from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded, baseline_config
 from experiments.tasks.distribution import TOP_K, chi_square_p, filled_cells, testable_distribution
 from experiments.tasks.numerical_tie import lossless
-
-if TYPE_CHECKING:
-    from algorithms.engine.request import Completion
-    from algorithms.models.loading import Target
 
 ALPHA = 1e-6
 """A distribution test with a smaller p fails the run."""

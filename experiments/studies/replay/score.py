@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from algorithms.engine.request import Request
+from algorithms.algorithm import Algorithm
+from algorithms.engine.request import EngineError, Request
+from algorithms.models.loading import Target
 from algorithms.step.sampling_params import SamplingParams
 from experiments.app.errors import user_errors
 from experiments.app.plan import Plan
 from experiments.report.json_log import read_json_lines
 from experiments.report.run_folder import REQUESTS
+from experiments.studies.replay.recorder import Recorder
 from experiments.studies.replay.steps import Drafts
 from experiments.tasks.decoding import engine_of
-
-if TYPE_CHECKING:
-    from algorithms.algorithm import Algorithm
-    from algorithms.models.loading import Target
 
 
 class Recorded(NamedTuple):
@@ -65,9 +64,6 @@ def score(
     An output is split into parts that fill the batch; all tokens before a part are its prompt. With `whole` outputs are
     not split: an algorithm that learns must see each of them once.
     """
-    from algorithms.engine.request import EngineError
-    from experiments.studies.replay.recorder import Recorder
-
     tokens = [[*each.request.prompt_ids, *each.tokens] for each in trace]
     recorder = Recorder(algorithms, tokens)
     engine, _ = engine_of(plan, target, recorder, max(map(len, tokens)))

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from algorithms.algorithm import Algorithm
 from experiments.app.errors import UserError, user_errors
 from experiments.app.step_times import StepTimes, read_step_times
 from experiments.report.html_page import acceptance_lines, section
@@ -22,9 +23,6 @@ from experiments.studies.replay.score import Recorded, read_trace, score
 from experiments.studies.replay.steps import Drafts, all_steps, engine_steps, perfect, summary
 from experiments.tasks.base import Task
 from experiments.tasks.decoding import AUTOREGRESSIVE, baseline_config, make_algorithm
-
-if TYPE_CHECKING:
-    from algorithms.algorithm import Algorithm
 
 COST_FILE = "cost.json"
 
