@@ -131,11 +131,9 @@ class Verified(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """Results of the target for tokens that were just committed, in order of position.
-
-    Row b has positions L to L + counts[b] - 1; later columns mean nothing. After a step a row is a request. In prefill
-    a row is a tile of a prompt, and `prompts` says which rows belong together.
-    """
+    """Results of the target for tokens that were just committed, in order of position. Row b has positions L to L +
+    counts[b] - 1; later columns mean nothing. After a step a row is a request. In prefill a row is a tile of a prompt,
+    and `prompts` says which rows belong together."""
 
     batch: Batch
     """The rows. `lengths` is L before these tokens; `history` holds them and the new last token already."""
@@ -174,10 +172,8 @@ class AttentionCalls(NamedTuple):
 
 class Algorithm:
     """Base of all algorithms. A subclass names itself, its configuration and the size of its trees, and drafts.
-
-    `propose` and `observe` run on the device without reading anything back, and on the same tensors in every step,
-    so they can be captured in a CUDA graph.
-    """
+    `propose` and `observe` run on the device without reading anything back, and on the same tensors in every step, so
+    they can be captured in a CUDA graph."""
 
     name: ClassVar[str]
     Config: ClassVar[type]
@@ -211,10 +207,8 @@ class Algorithm:
 
     @classmethod
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls | None:
-        """Raise the ValueError that `__init__` would raise, as far as folders show without reading any weight.
-
-        Returns what the attention backend must serve for the drafter, None where it has no cache.
-        """
+        """Raise the ValueError that `__init__` would raise, as far as folders show without reading any weight. Returns
+        what the attention backend must serve for the drafter, None where it has no cache."""
         return None
 
     @classmethod

@@ -32,10 +32,8 @@ class KVScales(NamedTuple):
 
 
 def load_kv_scales(path: str | Path, config: DecoderConfig) -> KVScales:
-    """Factors for a model of this shape, from a safetensors file with `k_scale` and `v_scale`.
-
-    Raises ValueError where the file is missing, lacks a tensor, or holds factors of another shape or not above zero.
-    """
+    """Factors for a model of this shape, from a safetensors file with `k_scale` and `v_scale`. Raises ValueError where
+    the file is missing, lacks a tensor, or holds factors of another shape or not above zero."""
     if not Path(path).is_file():
         raise ValueError(f"runtime.kv_scales: expected a file, found none at {path}; task=kv_scales writes one")
     try:

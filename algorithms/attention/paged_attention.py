@@ -129,11 +129,9 @@ class PagedMixer:
 
 
 class JointMixer:
-    """Forwards over several groups of rows as one: over all their tokens, `[T]`, one group after the other.
-
-    So they share the products with the weights. All groups store their keys before any of them attends, each by its
-    own plan.
-    """
+    """Forwards over several groups of rows as one: over all their tokens, `[T]`, one group after the other. So they
+    share the products with the weights. All groups store their keys before any of them attends, each by its own
+    plan."""
 
     def __init__(self, groups: Sequence[tuple[PagedMixer, Tensor]]) -> None:
         """`groups` are mixers over one cache, each with its tokens `[B, N]`."""

@@ -166,9 +166,7 @@ class Grammars:
 
     def matcher(self, params: GrammarParams, ends: frozenset[int]) -> Matcher:
         """A matcher at the beginning of an output in the grammar of `params`, which one of the tokens `ends` ends.
-
-        Raises GrammarError where the grammar is malformed.
-        """
+        Raises GrammarError where the grammar is malformed."""
         ends = frozenset(end for end in ends if end < len(self.tokens))
         if ends not in self._compilers:
             info = self._xgrammar.TokenizerInfo(

@@ -80,11 +80,8 @@ class Tokenizer:
 
     def encode_chat(self, turns: Sequence[str], replies: Sequence[str] = ()) -> list[int]:
         """Ids of a conversation of user `turns`, up to where the assistant answers the last one; `replies` answer the
-        others.
-
-        Raises ValueError for another number of replies or no turns, ModelError where the chat template is absent or
-        fails.
-        """
+        others. Raises ValueError for another number of replies or no turns, ModelError where the chat template is
+        absent or fails."""
         if not turns:
             raise ValueError("turns: expected at least one user turn, got none")
         if len(replies) != len(turns) - 1:

@@ -97,10 +97,8 @@ class ForbiddenState:
 
 class BatchState:
     """Tensors for up to `max_batch` running requests and `ahead` waiting ones, of up to `max_pages` pages and `context`
-    positions; see `Batch`.
-
-    Numbers of one width lie in one tensor, so that a request enters, moves and leaves in a few operations.
-    """
+    positions; see `Batch`. Numbers of one width lie in one tensor, so that a request enters, moves and leaves in a few
+    operations."""
 
     def __init__(
         self, max_batch: int, ahead: int, max_pages: int, context: int, vocab: int, device: torch.device
@@ -149,10 +147,8 @@ class BatchState:
 
     def enter(self, slots: Tensor, values: Mapping[str, Tensor]) -> None:
         """Put the numbers and pages of requests into `slots` [P] int64, entries of padding into the dummy slot.
-
         `values` holds what `number_fields(P)` names, and `pages` [P, max_pages] int32: the entries past the pages of a
-        request are any pages.
-        """
+        request are any pages."""
         self._longs.index_copy_(1, slots, values["longs"])
         self._words.index_copy_(1, slots, values["words"])
         self._pages.index_copy_(0, slots, values["pages"])
@@ -237,8 +233,7 @@ class BatchState:
 
 
 class SlotStore:
-    """One vector that a drafter stores for each slot, [max_batch + 1, size];
-    the last one is the dummy slot."""
+    """One vector that a drafter stores for each slot, [max_batch + 1, size]; the last one is the dummy slot."""
 
     def __init__(self, size: int, resources: Resources) -> None:
         self._vectors = torch.zeros((resources.max_batch + 1, size), dtype=resources.dtype, device=resources.device)
@@ -249,10 +244,8 @@ class SlotStore:
         return self._vectors[slots]
 
     def keep_last(self, seen: Observation, values: Tensor) -> None:
-        """Keep the entry of `values [B, n, size]` at each request's last observed position.
-
-        A padding slot keeps what it has. A prompt of one token, of which nothing is observed, starts from zeros.
-        """
+        """Keep the entry of `values [B, n, size]` at each request's last observed position. A padding slot keeps what
+        it has. A prompt of one token, of which nothing is observed, starts from zeros."""
         if (prompts := seen.prompts) is not None:
             last = values.flatten(0, 1)[prompts.last]
             self._vectors[prompts.slots] = torch.where((prompts.counts > 0)[:, None], last, 0.0)

@@ -79,8 +79,7 @@ class PrefillBatch:
         return self._staging.tensors
 
     def send(self, segments: Sequence[PrefillSegment]) -> None:
-        """Send the batch to the device; the rest of it is padding. The slots and pages of `segments` are
-        theirs."""
+        """Send the batch to the device; the rest of it is padding. The slots and pages of `segments` are theirs."""
         arrays = self._staging.arrays()
         for name in ("starts", "counts", "tokens", "prompt_starts", "prompt_counts", "prompt_last", "complete"):
             arrays[name].fill(0)

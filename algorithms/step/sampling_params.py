@@ -26,10 +26,8 @@ MAX_TOP_LOGPROBS = 64
 
 @dataclass
 class GrammarParams:
-    """The grammar of what a request writes: one of `json_schema`, `regex` and `ebnf`, or none.
-
-    Raises ValueError if more than one is given, or something that is no text.
-    """
+    """The grammar of what a request writes: one of `json_schema`, `regex` and `ebnf`, or none. Raises ValueError if
+    more than one is given, or something that is no text."""
 
     json_schema: Any = None
     """JSON schema as text or mapping. Properties are written in its order."""
@@ -66,10 +64,8 @@ class GrammarParams:
 
 @dataclass
 class SamplingParams:
-    """Sampling parameters of one request. Treat it as a value: `dataclasses.replace` makes a checked copy.
-
-    Raises ValueError if a field is out of range; the message names the field as it is typed, `sampling.FIELD`.
-    """
+    """Sampling parameters of one request. Treat it as a value: `dataclasses.replace` makes a checked copy. Raises
+    ValueError if a field is out of range; the message names the field as it is typed, `sampling.FIELD`."""
 
     max_new_tokens: int = 128
     """Most tokens that are generated, at least 1."""

@@ -155,11 +155,9 @@ class Step:
         return DraftTree(tree.tokens[:, :nodes].contiguous(), links, probs, rows, path_probs=path_probs)
 
     def graft(self) -> None:
-        """Insert jump-forward tokens into the draft, and lay it out for the host.
-
-        Sampled drafts stay as they are: their acceptance rules need the distribution of each. Capturing
-        runs a phase more than once, so this one starts from what the drafter drafted, and not from its own result.
-        """
+        """Insert jump-forward tokens into the draft, and lay it out for the host. Sampled drafts stay as they are:
+        their acceptance rules need the distribution of each. Capturing runs a phase more than once, so this one starts
+        from what the drafter drafted, and not from its own result."""
         algorithm, constraints = self._parts.algorithm, self._constraints
         if algorithm.rule not in SAMPLED_RULES and algorithm.num_nodes > 1:
             forced, lengths = constraints.forced[self._batch.slots], self._batch.lengths

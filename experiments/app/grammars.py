@@ -21,10 +21,8 @@ FILE = "@"
 
 def grammar_of(own: Mapping[str, Any] | None, params: GrammarParams, place: str = "") -> GrammarParams:
     """The grammar of a prompt: its `own`, always as text, with the other settings of `params`, or `params`, with the
-    text of the file where the grammar is `@FILE`, and `@…` where it is `@@…`.
-
-    Raises UserError where the file cannot be read, and that names the prompt's `place` where `own` is no grammar.
-    """
+    text of the file where the grammar is `@FILE`, and `@…` where it is `@@…`. Raises UserError where the file cannot be
+    read, and that names the prompt's `place` where `own` is no grammar."""
     if own is None:
         return _from_file(params) if params.text.startswith(FILE) else params
     known = [item.name for item in fields(GrammarParams)]

@@ -38,10 +38,8 @@ class Hardware:
 
 
 def resolve_hardware(runtime: RuntimeSettings) -> Hardware:
-    """Settle every `auto` of `runtime`. Raises UserError where the machine lacks it.
-
-    Without a GPU this switches Triton's interpreter on, which must happen before Triton is imported.
-    """
+    """Settle every `auto` of `runtime`. Raises UserError where the machine lacks it. Without a GPU this switches
+    Triton's interpreter on, which must happen before Triton is imported."""
     import torch
 
     has_gpu = torch.cuda.is_available()

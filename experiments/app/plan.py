@@ -79,10 +79,8 @@ class Plan:
         return replace(self, config=config)
 
     def load_target(self) -> Target:
-        """Read the target's weights. Raises UserError where they do not fit the model.
-
-        A worker of a sweep keeps them for its next run.
-        """
+        """Read the target's weights. Raises UserError where they do not fit the model. A worker of a sweep keeps them
+        for its next run."""
         processes = self.config.runtime.tensor_parallel
         weight_dtype = self.config.runtime.weight_dtype
         key = (str(self.target.path), self.hardware.device, self.hardware.dtype, weight_dtype, processes)

@@ -43,10 +43,8 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def resumed_words(words: Sequence[str]) -> list[str]:
-    """`words` of a command line as they are, or the words of the run that `resume=FOLDER` names.
-
-    Raises UserError if that is no interrupted run, or if another setting is given too.
-    """
+    """`words` of a command line as they are, or the words of the run that `resume=FOLDER` names. Raises UserError if
+    that is no interrupted run, or if another setting is given too."""
     named = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{RESUME}=")]
     if not any(named) or named[-1] == "null":
         return list(words)

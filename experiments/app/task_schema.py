@@ -115,10 +115,8 @@ class MethodsTask(TaskConfig):
         self.chosen_methods()
 
     def chosen_methods(self) -> dict[str, Any]:
-        """Label to configuration of the methods to run.
-
-        Raises ValueError for an unknown label, an unknown algorithm and a setting that the algorithm does not have.
-        """
+        """Label to configuration of the methods to run. Raises ValueError for an unknown label, an unknown algorithm
+        and a setting that the algorithm does not have."""
         if not self.methods:
             raise ValueError("task.methods is empty: give at least one, such as +task.methods.mine.name=dflash")
         found = methods_by_label(self.methods)
@@ -314,10 +312,8 @@ class AdaptiveTask(CompareTask):
 
 
 def ignored_overrides(task: TaskConfig, overrides: Sequence[str]) -> list[str]:
-    """The command line's `overrides` that `task` does not use.
-
-    Raises UserError for one that the task has as its own, such as `task.limit` for `data.limit`.
-    """
+    """The command line's `overrides` that `task` does not use. Raises UserError for one that the task has as its own,
+    such as `task.limit` for `data.limit`."""
     keys = [(override, override.split("=")[0].split("@")[0].lstrip("+~")) for override in overrides]
     ignored = [(text, key) for text, key in keys if any(f"{key}.".startswith(f"{name}.") for name in task.IGNORED)]
     own = {item.name for item in fields(task)}
@@ -350,9 +346,7 @@ def methods_by_label(methods: Mapping[str, Any]) -> dict[str, Any]:
 
 def method_config(key: str, settings: Any) -> Any:
     """The algorithm's own configuration from a mapping with `name`, and where it has a drafter of its own `draft_path`.
-
-    Raises ValueError naming what does not fit.
-    """
+    Raises ValueError naming what does not fit."""
     found = available()
     if not isinstance(settings, Mapping) or "name" not in settings:
         raise ValueError(f"{key}: expected a mapping with name=ALGORITHM, got {settings!r}")

@@ -74,10 +74,8 @@ def make_requests(config: RunConfig, prompts: PromptSet, tokenizer: Tokenizer) -
 def make_workload(
     config: RunConfig, data: Any, prompts: PromptSet, tokenizer: Tokenizer, target: DecoderConfig
 ) -> Workload:
-    """The requests of one prompt set. A prompt that is too long is refused, or left out with `data.skip_long`.
-
-    Raises UserError that names the prompt by its number, which counts from 1.
-    """
+    """The requests of one prompt set. A prompt that is too long is refused, or left out with `data.skip_long`. Raises
+    UserError that names the prompt by its number, which counts from 1."""
     requests = make_requests(config, prompts, tokenizer)
     context = min(config.runtime.max_length or target.max_position_embeddings, target.max_position_embeddings)
     entries = [

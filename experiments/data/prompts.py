@@ -96,10 +96,8 @@ class DataConfig:
         expect_at_least("data.limit", self.limit, 1, nullable=True)
 
     def load(self) -> PromptSet:
-        """All prompts of the set, or at least the first `limit` where they have no category.
-
-        Raises DataError where the source cannot be used.
-        """
+        """All prompts of the set, or at least the first `limit` where they have no category. Raises DataError where the
+        source cannot be used."""
         raise NotImplementedError
 
 
@@ -134,11 +132,9 @@ class CodeData(DataConfig):
 
 @dataclass
 class JsonlData(DataConfig):
-    """A file with one `{"prompt": "..."}` or `{"turns": ["...", ...]}` per line; `raw` skips the chat template.
-
-    Files of Spec-Bench and SPEED-Bench have `turns`. A key `category` names the kind of prompt. A key `grammar` holds
-    what `sampling.grammar` would for this prompt: `{"json_schema": {...}}`, `{"regex": "..."}` or `{"ebnf": "..."}`.
-    """
+    """A file with one `{"prompt": "..."}` or `{"turns": ["...", ...]}` per line; `raw` skips the chat template. Files
+    of Spec-Bench and SPEED-Bench have `turns`. A key `category` names the kind of prompt. A key `grammar` holds what
+    `sampling.grammar` would for this prompt: `{"json_schema": {...}}`, `{"regex": "..."}` or `{"ebnf": "..."}`."""
 
     name: str = "jsonl"
     path: str = MISSING

@@ -200,10 +200,8 @@ PUBLIC_SETS = {
 
 
 def read_public(name: str, path: str | None) -> list[Record]:
-    """Records of the set `name` from the file `path`; where it is None, from an installed package or the hub.
-
-    Raises DataError that says what to install or where to find the file.
-    """
+    """Records of the set `name` from the file `path`; where it is None, from an installed package or the hub. Raises
+    DataError that says what to install or where to find the file."""
     source = PUBLIC_SETS[name]
     if path is not None:
         return read_records(path)

@@ -52,9 +52,7 @@ def failures(result: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
 
 def warnings(result: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
     """A drafter that is never right, tokens that differ from the baseline's, times that are not reliable or missing.
-
-    What `failures` says is not said again.
-    """
+    What `failures` says is not said again."""
     return [*_output_warnings(result), *_difference_warnings(result, dtype, exact), *_time_warnings(result)]
 
 

@@ -32,10 +32,8 @@ def render(
     files: Sequence[str] = (),
 ) -> str:
     """The page of any task: headline figures, failures and notes, the table, the task's own sections, settings,
-    provenance, links to `files` in its folder, and what the figures mean.
-
-    `sections` are HTML. Everything else is text and is escaped.
-    """
+    provenance, links to `files` in its folder, and what the figures mean. `sections` are HTML. Everything else is text
+    and is escaped."""
     clock = [NOT_A_GPU[conditions["impl"]]] if conditions["device"] == "cpu" else []
     facts = {"date": conditions.get("date"), "command": conditions.get("command")}
     facts |= {"revision": conditions["revision"] or "not a repository", "machine": conditions["machine"]}

@@ -183,10 +183,8 @@ def lossless(
     ties_possible: bool = True,
 ) -> Lossless:
     """How many requests have exactly the tokens of the baseline, and where the first that differs does so.
-
     `look(index, difference)` adds the logits at a difference and says whether it is a numerical tie. The reported
-    difference is the first that is no tie, else the first. Without `ties_possible` only the first is looked at.
-    """
+    difference is the first that is no tie, else the first. Without `ties_possible` only the first is looked at."""
     if baseline is None:
         return {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
     pairs = list(zip(completions, baseline, strict=True))
@@ -222,9 +220,7 @@ def answer_verdict(completion: Completion, index: int, score: Score | None) -> s
 
 def accuracy(completions: Sequence[Completion], score: Score | None) -> dict[str, Any]:
     """Numbers of right, wrong and cut answers, and `accuracy`: the share of right ones among the right and wrong.
-
-    `score(index, text)` judges one answer and is None for a prompt set without answers; then all figures are None.
-    """
+    `score(index, text)` judges one answer and is None for a prompt set without answers; then all figures are None."""
     if score is None:
         return {"accuracy": None, "answers": None}
     counts = Counter(answer_verdict(completion, i, score) for i, completion in enumerate(completions))

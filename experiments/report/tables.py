@@ -46,11 +46,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Metric:
-    """The meaning of a key of a result, and how a table shows it; see above.
-
-    A cell is `scale` times the value with `digits` and `unit`, and with the half-width of its 95 % interval where the
-    result has the key `<key>_interval`. `show` replaces that. A metric without a `title` is in no table.
-    """
+    """The meaning of a key of a result, and how a table shows it; see above. A cell is `scale` times the value with
+    `digits` and `unit`, and with the half-width of its 95 % interval where the result has the key `<key>_interval`.
+    `show` replaces that. A metric without a `title` is in no table."""
 
     help: str
     title: str = ""

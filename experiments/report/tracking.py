@@ -58,10 +58,8 @@ class Tracker:
             self.run.log({f"live/{label}/{name}": value for name, value in figures.items()})
 
     def finish(self, summary: Mapping[str, Any], best: Result) -> list[str]:
-        """Log the content of summary.json, whose results become a table; `best` is compared between runs.
-
-        Returns warnings.
-        """
+        """Log the content of summary.json, whose results become a table; `best` is compared between runs. Returns
+        warnings."""
         if self.run is not None:
             with self._kept():
                 kinds = [summary["task"], summary["backend"], summary["model"]]

@@ -158,11 +158,5 @@ class VerificationRules(Task):
     def label(self, result: Result) -> str:
         return f"{result['method']}, {result['rule']}"
 
-    def warnings(self, results: Sequence[Result]) -> list[str]:
-        return [note for workload in self.plan.workloads for note in workload.notes]
-
-    def failures(self, results: Sequence[Result]) -> list[str]:
-        return []
-
     def show(self, results: Sequence[Result]) -> None:
         self.console.print("gain: over the last rule on the same samples", highlight=False)

@@ -32,10 +32,8 @@ Line = dict[str, Any]
 
 
 def read(folders: Sequence[SweepFolder], mix: bool = False) -> tuple[list[Line], list[str]]:
-    """(the lines, names of the columns that tell them apart).
-
-    Raises UserError for a folder without jobs, and where lines of several machines or revisions meet without `mix`.
-    """
+    """(the lines, names of the columns that tell them apart). Raises UserError for a folder without jobs, and where
+    lines of several machines or revisions meet without `mix`."""
     keys = list(dict.fromkeys(key for folder in folders for key in _swept(folder)))
     found: list[Line] = []
     for folder in folders:

@@ -37,9 +37,7 @@ TAIL_LINES = 3
 
 def slots(gpus_per_job: int) -> list[dict[str, str]]:
     """Environment variables of the processes of each slot: one slot, or one for every `gpus_per_job` visible GPUs.
-
-    Raises UserError where fewer GPUs are visible.
-    """
+    Raises UserError where fewer GPUs are visible."""
     if gpus_per_job == 0:
         return [{}]
     import torch

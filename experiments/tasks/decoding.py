@@ -86,11 +86,9 @@ def baseline_config() -> Any:
 
 
 def warm_up_sizes(compiled: bool, max_batch: int) -> list[tuple[int, int]]:
-    """(requests, new tokens) of the decodings before the clock runs.
-
-    Kernels are compiled for powers of two of a batch, and prompts enter a running batch in any number. So every size is
-    prefilled once, and then several batches pass through.
-    """
+    """(requests, new tokens) of the decodings before the clock runs. Kernels are compiled for powers of two of a batch,
+    and prompts enter a running batch in any number. So every size is prefilled once, and then several batches pass
+    through."""
     return [*((size, 2) for size in buckets(max_batch)), (4 * max_batch, 32)] if compiled else [(1, 2)]
 
 
@@ -104,10 +102,8 @@ def warm_up(engine: Engine, plan: Plan, requests: Sequence[Request]) -> None:
 
 
 def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[Engine, Algorithm, Backend]:
-    """An engine for the algorithm that `algo` configures, that algorithm, and its attention backend.
-
-    `longest` is the length of the longest request in tokens, prompt and output.
-    """
+    """An engine for the algorithm that `algo` configures, that algorithm, and its attention backend. `longest` is the
+    length of the longest request in tokens, prompt and output."""
     algorithm = make_algorithm(plan, target, algo)
     engine, backend = engine_of(plan, target, algorithm, longest)
     return engine, algorithm, backend
@@ -159,10 +155,8 @@ def _memory_errors() -> Iterator[None]:
 
 
 def timed_rounds(rounds: Mapping[str, Sequence[Decoded]]) -> list[int]:
-    """The rounds that times are taken from: those that one process decoded whole, for every method in `rounds`.
-
-    Of several processes of a resumed run, the one with the most such rounds counts, of equals the latest.
-    """
+    """The rounds that times are taken from: those that one process decoded whole, for every method in `rounds`. Of
+    several processes of a resumed run, the one with the most such rounds counts, of equals the latest."""
     found: dict[str, list[int]] = {}
     for number, of_methods in enumerate(zip(*rounds.values(), strict=True)):
         processes = {decoded.process for decoded in of_methods}
@@ -181,10 +175,8 @@ def method_result(
     deterministic: bool = False,
 ) -> MethodResult:
     """The result of one method on one prompt set; `baseline` is the result and decoding that it is compared with.
-
     Outputs are those of the first of `rounds`, times those of the rounds `timed`. `target` computes the logits where
-    two outputs of a request differ.
-    """
+    two outputs of a request differ."""
     decoded, generation = rounds[0], rounds[0].generation
     completions = generation.completions
     first = [completion.token_ids for completion in completions]

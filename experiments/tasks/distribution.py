@@ -64,11 +64,9 @@ def filled_cells(chances: Iterable[float], draws: int) -> int:
 
 
 def chi_square_p(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float]) -> float:
-    """Pearson's test, with the cells that expect fewer than five draws pooled; 0 for an impossible draw.
-
-    A pool that expects less than one draw is no cell. Poisson's tail judges a surplus in it instead, and the smaller of
-    the two chances counts twice (Bonferroni).
-    """
+    """Pearson's test, with the cells that expect fewer than five draws pooled; 0 for an impossible draw. A pool that
+    expects less than one draw is no cell. Poisson's tail judges a surplus in it instead, and the smaller of the two
+    chances counts twice (Bonferroni)."""
     if any(outcome not in distribution for outcome in counts):
         return 0.0
     draws = sum(counts.values())

@@ -64,12 +64,6 @@ class KVScales(Task):
     def label(self, result: Result) -> str:
         return f"layer {result['layer']}"
 
-    def warnings(self, results: Sequence[Result]) -> list[str]:
-        return []
-
-    def failures(self, results: Sequence[Result]) -> list[str]:
-        return []
-
     def show(self, results: Sequence[Result]) -> None:
         found = self.folder.path / KV_SCALES
         self.console.print(f"use it by runtime.kv_dtype=fp8_e4m3 runtime.kv_scales={found}", soft_wrap=True)

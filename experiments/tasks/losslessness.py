@@ -236,9 +236,7 @@ class BackendChecks:
 
     def _requests(self, turn: int) -> list[Request]:
         """Greedy and sampled requests, interleaved, which change places from turn to turn, with seeds of their turn.
-
-        After one turn per size everything is sampled.
-        """
+        After one turn per size everything is sampled."""
         return [
             r.with_sampling(
                 temperature=self._settings.temperature if (r.id + turn) % 2 or turn >= len(self._sizes) else 0.0,
@@ -272,9 +270,7 @@ class BackendChecks:
 
     def _low_precision(self, algo: Any) -> dict[str, Any] | None:
         """Greedy decoding in the low precision: requests that differ, and the gap of logits at the first difference.
-
-        None in Triton's interpreter, which computes that precision wrongly.
-        """
+        None in Triton's interpreter, which computes that precision wrongly."""
         if self._plan.hardware.label == INTERPRETER:
             return None
         requests, plain = self._low_baseline.requests, self._low_baseline.generation.completions

@@ -90,11 +90,9 @@ def ties_possible(target: Target, requests: Sequence[Request], deterministic: bo
 
 
 def moved_borders(error: float, temperature: float) -> float:
-    """How far logits that are off by `error` can move a border of the cumulative distribution.
-
-    The odds of the tokens below a border change by exp(2 error / temperature) at most. A share x of odds y then becomes
-    xy / (1 - x + xy), which is at most (sqrt(y) - 1) / (sqrt(y) + 1) from x.
-    """
+    """How far logits that are off by `error` can move a border of the cumulative distribution. The odds of the tokens
+    below a border change by exp(2 error / temperature) at most. A share x of odds y then becomes xy / (1 - x + xy),
+    which is at most (sqrt(y) - 1) / (sqrt(y) + 1) from x."""
     return math.tanh(error / (2 * temperature))
 
 
@@ -102,10 +100,8 @@ def distance_of_uniform(
     logits: torch.Tensor, request: Request, num_output: int, tokens: Sequence[int], error: float = 0.0
 ) -> float:
     """The largest distance of the request's uniform from the intervals of `tokens` in the cumulative distribution of
-    `logits` [V] under the request's temperature and filters; infinite where a filter removes one.
-
-    Each token has the nearest of its intervals under the filters that logits off by `error` may meet.
-    """
+    `logits` [V] under the request's temperature and filters; infinite where a filter removes one. Each token has the
+    nearest of its intervals under the filters that logits off by `error` may meet."""
     position = torch.tensor([len(request.prompt_ids) + num_output - 1])
     place = float(philox_uniform(torch.tensor([request.sampling.seed]), position))
     distances = []

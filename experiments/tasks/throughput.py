@@ -88,10 +88,8 @@ def repeated(requests: Sequence[Request], count: int) -> list[Request]:
 
 
 def inter_token_ms(completions: Sequence[Completion]) -> list[float]:
-    """One figure per token after the first step's: the time since the step before over the tokens of the step.
-
-    Tokens past the end of a request do not count.
-    """
+    """One figure per token after the first step's: the time since the step before over the tokens of the step. Tokens
+    past the end of a request do not count."""
     found: list[float] = []
     for completion in completions:
         given = [accepted + 1 for accepted in completion.accepted_counts]

@@ -112,11 +112,9 @@ def shifted(values: Tensor, by: int) -> Tensor:
 
 
 class ResponseSet:
-    """Rows of text on the device, in batches of about as many tokens each.
-
-    Rows of a batch have about the same length. Over an epoch every row occurs once, in another batch and order than in
-    the epoch before; which, is a function of the seed.
-    """
+    """Rows of text on the device, in batches of about as many tokens each. Rows of a batch have about the same length.
+    Over an epoch every row occurs once, in another batch and order than in the epoch before; which, is a function of
+    the seed."""
 
     def __init__(self, text: Text, device: torch.device | str, batch_tokens: int) -> None:
         if not len(text):

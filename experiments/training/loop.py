@@ -38,12 +38,9 @@ PRINT_INTERVAL_S = 15.0
 
 @dataclass
 class TrainSettings:
-    """Settings of every objective under `train`.
-
-    `device` auto is a GPU where there is one. `threads` null keeps the choice of `experiments.app.cpu_threads`.
-    `autocast` computes in bfloat16 on float32 weights. Held-out figures are taken every `eval_every_steps` steps, and
-    every `eval_every_minutes` if given.
-    """
+    """Settings of every objective under `train`. `device` auto is a GPU where there is one. `threads` null keeps the
+    choice of `experiments.app.cpu_threads`. `autocast` computes in bfloat16 on float32 weights. Held-out figures are
+    taken every `eval_every_steps` steps, and every `eval_every_minutes` if given."""
 
     minutes: float | None = 45.0
     steps: int | None = None
@@ -132,11 +129,9 @@ def schedule(progress: float, settings: TrainSettings) -> float:
 
 
 class Trainer:
-    """Runs `loss_of(number, progress)` over batch numbers 0, 1, … until the budget is spent.
-
-    `progress` is the share spent. `loss_of` returns the loss and its number of tokens; `evaluate` returns held-out
-    figures, and `score` reduces them to one, the lower the better, or None to keep the last model.
-    """
+    """Runs `loss_of(number, progress)` over batch numbers 0, 1, … until the budget is spent. `progress` is the share
+    spent. `loss_of` returns the loss and its number of tokens; `evaluate` returns held-out figures, and `score` reduces
+    them to one, the lower the better, or None to keep the last model."""
 
     def __init__(
         self,

@@ -11,7 +11,6 @@ import torch
 
 from algorithms.models.architectures import ARCHITECTURES, find_architecture
 from algorithms.models.config import DecoderConfig
-from algorithms.models.config_keys import nested
 from algorithms.models.decoder import Decoder
 from algorithms.models.experts.config import ExpertsConfig
 from algorithms.models.folder import ModelError, read_json, resolve_folder
@@ -72,11 +71,9 @@ class Target(TargetFolder):
 def load_target(
     path: str | Path | TargetFolder, device: torch.device | str, dtype: torch.dtype, weight_dtype: str = "auto"
 ) -> Target:
-    """Load a language model's folder or hub name for inference; ModelError where it cannot serve.
-
-    `weight_dtype` fp8 quantises the projections of the layers to float8 in blocks; auto leaves them as they are stored,
-    and so does fp8 where they are stored in float8.
-    """
+    """Load a language model's folder or hub name for inference; ModelError where it cannot serve. `weight_dtype` fp8
+    quantises the projections of the layers to float8 in blocks; auto leaves them as they are stored, and so does fp8
+    where they are stored in float8."""
     found = path if isinstance(path, TargetFolder) else read_target(path)
     check_weight_dtype(found, weight_dtype)
     with torch.device("meta"):
@@ -214,11 +211,6 @@ def check_tokenizer(folder: Path, target_folder: Path) -> None:
             actual=f"{actual.size} tokens, sha256 {actual.fingerprint[:16]}",
             fix=OTHER_DRAFTER,
         )
-
-
-def read_entries(folder: Path, raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """`raw` with the entries of the mapping under `key`, which win over its own."""
-    return parse_config(folder, raw, lambda config: {**config, **nested(config, key)})
 
 
 def refuse_extensions(folder: Path, kind: str, entries: Mapping[str, Any], unsupported: tuple[str, ...]) -> None:

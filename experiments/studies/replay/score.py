@@ -28,9 +28,7 @@ class Recorded(NamedTuple):
 
 def read_trace(folder: str, data: str, requests: Sequence[Request]) -> list[Recorded]:
     """The outputs for `requests` in the folder of an earlier run over the prompt set `data`, of its first method.
-
-    Raises ValueError where the folder has no outputs, or outputs for other prompts.
-    """
+    Raises ValueError where the folder has no outputs, or outputs for other prompts."""
     path = Path(folder) / REQUESTS
     try:
         entries = read_json_lines(path)

@@ -35,9 +35,8 @@ class Step:
 
 def steps_of(choices: Sequence[Drafts], costs: Sequence[float]) -> list[Step]:
     """The cheapest steps that produce one output, each by one of the drafters `choices`, whose steps cost `costs`.
-
-    Dynamic programming from the end of the output; of equally cheap choices the one that accepts more, then the first.
-    """
+    Dynamic programming from the end of the output; of equally cheap choices the one that accepts more, then the
+    first."""
     length = len(choices[0].accepted)
     total, taken = [0.0] * (length + 1), [0] * length
     for start in reversed(range(length)):

@@ -176,10 +176,8 @@ class Replay(Task):
         return {"tokens_per_s": num_tokens * 1e3 / (steps * step_ms), "step_ms": step_ms}
 
     def _oracle(self, singles: Sequence[Candidate]) -> ReplayResult:
-        """The cheapest choice of one method, or of none, for each step, with knowledge of what follows.
-
-        Without times a step of every method costs the same; tokens per step are always of that choice.
-        """
+        """The cheapest choice of one method, or of none, for each step, with knowledge of what follows. Without times a
+        step of every method costs the same; tokens per step are always of that choice."""
         predicted: dict[str, dict[str, float | None]] = {}
         for batch in self._times.batches if self._times else []:
             assert self._times is not None
@@ -203,9 +201,6 @@ class Replay(Task):
         if missing:
             notes.append(f"task.cost has no time of a step at every batch for {', '.join(missing)}")
         return [*notes, *self._notes]
-
-    def failures(self, results: Sequence[Result]) -> list[str]:
-        return []
 
     def best(self, results: Sequence[Result]) -> Result:
         return super().best([result for result in results if result["kind"] == "method"])

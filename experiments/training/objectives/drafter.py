@@ -135,9 +135,7 @@ def leading_hits(hits: Tensor) -> Tensor:
 
 def num_steps(leading: Sequence[int], start: int, length: int, draft_len: int) -> int:
     """Decoding steps of a continuation at `start` … `length` - 1, with `leading[r]` right drafts after position r.
-
-    Greedy output does not depend on the drafts, so decoding visits r = start - 1, r + accepted(r) + 1, and so on.
-    """
+    Greedy output does not depend on the drafts, so decoding visits r = start - 1, r + accepted(r) + 1, and so on."""
     last, steps = start - 1, 0
     while last < length - 1:
         last, steps = last + min(leading[last], draft_len) + 1, steps + 1
@@ -177,9 +175,7 @@ class DrafterObjective(Objective):
 
     def start_from(self, folder: Path) -> None:
         """Take the weights of the drafter in `folder`, the inverse of `weights`; `added_parts` may be missing there.
-
-        Raises ValueError where it has another shape, reads other layers of the target, or lacks another weight.
-        """
+        Raises ValueError where it has another shape, reads other layers of the target, or lacks another weight."""
         ours, theirs = flatten(self.hf_config()), flatten(json.loads((folder / CONFIG_FILE).read_text()))
         differing = [f"{key} {ours[key]}, got {theirs[key]}" for key in ours if theirs.get(key, ours[key]) != ours[key]]
         if differing:

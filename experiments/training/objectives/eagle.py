@@ -95,11 +95,8 @@ class EagleTraining(DrafterTraining):
 
 @dataclass
 class Eagle3Settings(HeadSettings):
-    """Shape of the head.
-
-    None takes what the published heads have: 32,000 draft tokens, or a quarter of a vocabulary that is not much
-    larger; and features of a low, a middle and a high layer of the target.
-    """
+    """Shape of the head. None takes what the published heads have: 32,000 draft tokens, or a quarter of a vocabulary
+    that is not much larger; and features of a low, a middle and a high layer of the target."""
 
     draft_vocab_size: int | None = None
     target_layer_ids: list[int] | None = None

@@ -227,11 +227,8 @@ def arithmetic_accuracy(target: Target, problems: list[Problem]) -> float:
 
 
 def compile_layers(model: Decoder) -> None:
-    """Give all layers one compiled forward.
-
-    `DenseMixer` uses the layer index for the window and the kind of mixing only, so layers that are equal in both share
-    the index of the first one and with it one compilation.
-    """
+    """Give all layers one compiled forward. `DenseMixer` uses the layer index for the window and the kind of mixing
+    only, so layers that are equal in both share the index of the first one and with it one compilation."""
     compiled = torch.compile(DecoderLayer.forward, dynamic=False)
     config = model.config
     kinds = [(config.window(index), config.mixing(index)) for index in range(config.num_layers)]
