@@ -21,8 +21,7 @@ from algorithms.attention.levels import LevelSizes, LevelViews, level_rows
 from algorithms.models.layers import MixerWeights
 from specdec_kernels import AttentionMetadata, AttentionShape, token_slots, write_kv
 
-Kind = tuple[str, int | None]
-"""(mode, window) of a layer's attention."""
+Kind = tuple[str, int | None]  # (mode, window) of a layer's attention
 
 
 @dataclass(frozen=True)

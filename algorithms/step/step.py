@@ -45,8 +45,7 @@ from specdec_kernels import (
 from specdec_kernels.tree import mask_words
 from specdec_kernels.verify import SAMPLED_RULES
 
-PHASES = ("draft", "verify", "accept", "commit")
-"""Phases of a step, in order; each is a method of `Step`."""
+PHASES = ("draft", "verify", "accept", "commit")  # phases of a step, in order; each is a method of `Step`
 CONSTRAINED = ("draft", "graft", "verify", "accept", "commit")
 """Phases of a step for requests with grammars; `graft` counts as part of the draft."""
 

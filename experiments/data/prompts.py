@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DataConfig", "DataError", "JsonlData", "Prompt", "PromptSet", "datasets", "load_prompts"]
 
-SHIPPED = Path(__file__).parent
-"""The folder of this project's prompt files."""
+SHIPPED = Path(__file__).parent  # the folder of this project's prompt files
 
 
 @dataclass(frozen=True)

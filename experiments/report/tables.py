@@ -24,8 +24,7 @@ from rich.text import Text
 
 from experiments.report.json_log import to_json
 
-Result = Mapping[str, Any]
-"""One line of a table. The tasks declare their keys."""
+Result = Mapping[str, Any]  # one line of a table. The tasks declare their keys.
 DASH = "–"
 
 

@@ -28,8 +28,7 @@ from experiments.report.tables import Column
 DONE, RUNNING, REFUSED, FAILED, KILLED, OPEN = "done", "running", "refused", "failed", "killed", "open"
 _TONES = {DONE: "good", FAILED: "bad", KILLED: "bad"}
 STATE = Column("state", lambda job: job["state"], numeric=False, tone=lambda job: _TONES.get(job["state"]))
-UNFINISHED = ("running", "interrupted")
-"""The status in status.json of a run whose process was killed or interrupted."""
+UNFINISHED = ("running", "interrupted")  # the status in status.json of a run whose process was killed or interrupted
 LOOKS, LOOK_S = 5, 0.1  # another process that looks at the state of a job holds its lock for a moment
 SWEEP, JOBS, LOGS, LOCKS = "sweep.json", "jobs", "logs", "locks"
 

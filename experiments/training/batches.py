@@ -13,8 +13,7 @@ from torch import Tensor
 
 from experiments.app.atomic_write import whole_file
 
-WIDTH_MULTIPLE = 32
-"""Batches are as wide as their longest row, rounded up, so that few shapes occur."""
+WIDTH_MULTIPLE = 32  # batches are as wide as their longest row, rounded up, so that few shapes occur
 
 SAMPLED_ROWS = 32
 LARGEST_UINT16_VOCABULARY = 1 << 16

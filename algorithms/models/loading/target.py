@@ -21,8 +21,7 @@ from algorithms.models.scaled_linear import SUPPORTED, WeightFormat, quantise
 from algorithms.models.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
-FP8 = "fp8"
-"""`runtime.weight_dtype` that quantises weights."""
+FP8 = "fp8"  # `runtime.weight_dtype` that quantises weights
 NEUTRAL = {"logit_scale": 1.0, "output_multiplier": 1.0, "input_embedding_scale": 1.0, "is_neox_style": True}
 FOREIGN = (
     "is_neox_style",

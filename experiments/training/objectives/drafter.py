@@ -32,8 +32,7 @@ from specdec_kernels.checks import expect_at_least
 
 FEATURE_WEIGHT, MASK_FEATURE = "fc.weight", "mask_hidden"
 """The weight that reads captured features, in drafters that read any, and a trained one."""
-SMALLEST_SHARE = 0.1
-"""The smallest scale of a channel, as a share of its layer's median."""
+SMALLEST_SHARE = 0.1  # the smallest scale of a channel, as a share of its layer's median
 
 
 @dataclass
