@@ -32,8 +32,7 @@ class PagedMixer:
     slots: Tensor
     positions: Tensor
     backend: Backend
-    plans: tuple[Any, ...]
-    """The backend's plan for each layer; layers of one mode and window share it."""
+    plans: tuple[Any, ...]  # the backend's plan for each layer; layers of one mode and window share it
     impl: str
 
     @cached_property

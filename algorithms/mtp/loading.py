@@ -33,8 +33,7 @@ class MTPFolder(NamedTuple):
     path: Path
     config: MTPConfig
     family: Family
-    names: frozenset[str]
-    """Of its tensors, as in `MTPHead`."""
+    names: frozenset[str]  # of its tensors, as in `MTPHead`
 
 
 def load_mtp(

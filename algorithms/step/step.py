@@ -63,25 +63,19 @@ def phases_of(needs: SamplingNeeds) -> tuple[str, ...]:
 class Step:
     """The phases over one batch, each leaving its result for the next. Run them in the order of `PHASES`."""
 
-    drafted: DraftTree
-    """The drafter's tree."""
-    tree: DraftTree
-    """The tree that is verified."""
-    mixer: Mixer
-    """What planned the forward over the nodes."""
+    drafted: DraftTree  # the drafter's tree
+    tree: DraftTree  # the tree that is verified
+    mixer: Mixer  # what planned the forward over the nodes
     hidden: Tensor
     features: list[Tensor]
     targets: Tensor | None
     """[B, N] int64: the target's token after each node where that is all that is needed, -1 for none; else None."""
     nodes: Tensor
     """[B, 3, N] int64: tokens, first children and next siblings of the draft, where grammars need them; else unset."""
-    logits: Tensor
-    """[B, N, V]; not written where `targets` are given."""
+    logits: Tensor  # [B, N, V]; not written where `targets` are given
     accepted: Accepted
-    num_drafts: int
-    """Columns of `_drafts` before them."""
-    num_evidence: int
-    """Columns of `_evidence` at the end of `table`."""
+    num_drafts: int  # columns of `_drafts` before them
+    num_evidence: int  # columns of `_evidence` at the end of `table`
     table: Tensor
     """[B, 2 (D + 1) + 4] int64: emitted tokens, their log-probabilities as float32 bits (0 without a request
     for them), then num_accepted, valid, num_drafted and ran_out, see `specdec_kernels.commit`. Where the n most

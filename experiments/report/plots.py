@@ -27,12 +27,9 @@ class Series:
 
     name: str
     points: Sequence[tuple[float, float]]
-    hints: Sequence[str] = ()
-    """Shown by the pointer at each point; by default the name and both numbers."""
-    labels: Sequence[str] = ()
-    """Text at each point."""
-    band: Sequence[tuple[float, float]] = ()
-    """Interval of each y, drawn below the line."""
+    hints: Sequence[str] = ()  # shown by the pointer at each point; by default the name and both numbers
+    labels: Sequence[str] = ()  # text at each point
+    band: Sequence[tuple[float, float]] = ()  # interval of each y, drawn below the line
     joined: bool = True
     limit: bool = False
     """A dashed grey line without points, named at its end: a roof or a Pareto front. It has no entry in the key."""

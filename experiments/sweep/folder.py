@@ -40,15 +40,12 @@ class JobRecord:
     id: str
     overrides: list[str]
     program: list[str]
-    config: dict[str, Any] = field(default_factory=dict)
-    """The resolved configuration that matters."""
-    ended: str | None = None
-    """How the last attempt ended: done, refused, failed or killed; None where there was none."""
+    config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration that matters
+    ended: str | None = None  # how the last attempt ended: done, refused, failed or killed; None where there was none
     reason: str = ""
     exit_code: int | None = None
     wall_s: float | None = None
-    value: float | None = None
-    """The figure that a sweep maximises."""
+    value: float | None = None  # the figure that a sweep maximises
 
 
 class SweepFolder:

@@ -47,8 +47,7 @@ class TargetFolder:
     path: Path
     origin: str | None = field(default=None, kw_only=True)
     """How the published weights were changed, such as `dequantised Q4_1`: `weights_origin` in `config.json`."""
-    weight_format: WeightFormat | None = field(default=None, kw_only=True)
-    """Of weights that are stored in float8."""
+    weight_format: WeightFormat | None = field(default=None, kw_only=True)  # of weights that are stored in float8
 
 
 @dataclass(frozen=True)

@@ -144,10 +144,8 @@ def num_steps(leading: Sequence[int], start: int, length: int, draft_len: int) -
 class DrafterObjective(Objective):
     """A drafter, its loss on a batch, and its drafts for known text."""
 
-    draft_len: int
-    """Draft length of the simulated tokens per step."""
-    added_parts: tuple[str, ...] = ()
-    """Parts of the names of weights that a drafter may be given later."""
+    draft_len: int  # draft length of the simulated tokens per step
+    added_parts: tuple[str, ...] = ()  # parts of the names of weights that a drafter may be given later
     scales: Tensor | None = None
     """Divisors `[layers, width]` of the captured features while the drafter trains, if it reads any."""
 
