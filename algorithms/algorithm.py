@@ -30,23 +30,18 @@ class Resources:
     backend: Backend
     device: torch.device
     dtype: torch.dtype
-    kv_dtype: torch.dtype
-    """The dtype of stored keys and values: `dtype`, or float8_e4m3fn."""
+    kv_dtype: torch.dtype  # the dtype of stored keys and values: `dtype`, or float8_e4m3fn
     num_pages: int
     page_size: int
-    context: int
-    """Positions that a request may reach, drafts beyond its end included."""
-    max_batch: int
-    """Slots: requests that run, and those whose prompts are prefilled ahead."""
+    context: int  # positions that a request may reach, drafts beyond its end included
+    max_batch: int  # slots: requests that run, and those whose prompts are prefilled ahead
     impl: str
-    fused: bool = False
-    """Whether models run fused kernels, or torch's operations one by one."""
+    fused: bool = False  # whether models run fused kernels, or torch's operations one by one
     deterministic: bool = False
     """Whether the target computes a token bit for bit alike, regardless of the rest of the batch."""
     needs_path_probs: bool = False
     """Whether trees must have `path_probs`: with `runtime.adaptive`, a step verifies the most likely nodes."""
-    caches: list[Any] = field(default_factory=list)
-    """Every `KVCache` of the run, the target's and the drafter's."""
+    caches: list[Any] = field(default_factory=list)  # every `KVCache` of the run, the target's and the drafter's
     histories: list[Any] = field(default_factory=list)
     """Every `TokenHistories` of the run, which drafters read; the engine writes them."""
 
@@ -64,24 +59,18 @@ def _unchanged(logits: torch.Tensor, depth: int, vocabulary: torch.Tensor | None
 class Batch:
     """The running requests as device tensors, one slot each. In a captured step some slots are padding."""
 
-    lengths: torch.Tensor
-    """[B] int64: committed tokens whose KV is in the cache (L)."""
+    lengths: torch.Tensor  # [B] int64: committed tokens whose KV is in the cache (L)
     last_tokens: torch.Tensor
     """[B] int64: the last committed token, at position L, not yet in the cache. It is node 0 of every tree."""
-    page_table: torch.Tensor
-    """[B, max_pages] int32."""
-    history: torch.Tensor
-    """[B, context] int64: tokens by position, of which 0 … L are committed."""
-    active: torch.Tensor
-    """[B] int32: 1, or 0 for a padding slot, which must touch no cache and no store."""
+    page_table: torch.Tensor  # [B, max_pages] int32
+    history: torch.Tensor  # [B, context] int64: tokens by position, of which 0 … L are committed
+    active: torch.Tensor  # [B] int32: 1, or 0 for a padding slot, which must touch no cache and no store
     sampling: SamplingTensors
     slots: slice | torch.Tensor
     """Batch slots, which index what a drafter stores per request. A slice in every step; in prefill [B] int64, where
     several entries may be of one request."""
-    max_length: int
-    """Host bound on L over the batch."""
-    filtered: bool = False
-    """Whether a request of the step filters the tokens that it samples."""
+    max_length: int  # host bound on L over the batch
+    filtered: bool = False  # whether a request of the step filters the tokens that it samples
     adjust: Callable[[torch.Tensor, int, torch.Tensor | None], None] = _unchanged
     """Changes logits of drafts in place as the requests' penalties, bias and forbidden tokens change the target's; see
     `algorithms.step.draft_adjustment`."""
@@ -107,23 +96,17 @@ class Prompts(NamedTuple):
     """The prompts whose tokens a prefill observes, one entry each, then padding. A prompt may have several
     successive rows."""
 
-    slots: torch.Tensor
-    """[P] int64: batch slots; padding has the dummy slot, `max_batch`."""
-    start: torch.Tensor
-    """[P] int64: the first position that is observed. It is 0 for a new request, and only for that."""
-    counts: torch.Tensor
-    """[P] int32: how many positions are observed; 0 for a prompt of one token, and for padding."""
-    last: torch.Tensor
-    """[P] int64: index of the last of them: b * n + column, for row b."""
-    width: int
-    """Host bound on `counts`."""
+    slots: torch.Tensor  # [P] int64: batch slots; padding has the dummy slot, `max_batch`
+    start: torch.Tensor  # [P] int64: the first position that is observed. It is 0 for a new request, and only for that.
+    counts: torch.Tensor  # [P] int32: how many positions are observed; 0 for a prompt of one token, and for padding
+    last: torch.Tensor  # [P] int64: index of the last of them: b * n + column, for row b
+    width: int  # host bound on `counts`
 
 
 class Verified(NamedTuple):
     """Results of the target for all nodes of a step's trees, accepted or not."""
 
-    tokens: torch.Tensor
-    """[B, N] int64; entries of unused nodes mean nothing."""
+    tokens: torch.Tensor  # [B, N] int64; entries of unused nodes mean nothing
     links: TreeLinks
     hidden: torch.Tensor
     """[B, N, hidden]: last hidden states, after the final norm. `resources.target.model.logits` gives their logits."""
@@ -131,28 +114,19 @@ class Verified(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """Results of the target for tokens that were just committed, in order of position.
+    """Results of the target for tokens that were just committed, in order of position. Row b has positions L to L +
+    counts[b] - 1; later columns mean nothing. After a step a row is a request. In prefill a row is a tile of a prompt,
+    and `prompts` says which rows belong together."""
 
-    Row b has positions L to L + counts[b] - 1; later columns mean nothing. After a step a row is a request. In prefill
-    a row is a tile of a prompt, and `prompts` says which rows belong together.
-    """
-
-    batch: Batch
-    """The rows. `lengths` is L before these tokens; `history` holds them and the new last token already."""
-    tokens: torch.Tensor
-    """[B, n] int64: the tokens at these positions."""
+    batch: Batch  # the rows. `lengths` is L before these tokens; `history` holds them and the new last token already.
+    tokens: torch.Tensor  # [B, n] int64: the tokens at these positions
     next_tokens: torch.Tensor
     """[B, n] int64: the token that follows each; after the last one of a row that is its new last token."""
-    features: list[torch.Tensor]
-    """One [B, n, hidden] per captured target layer."""
-    hidden: torch.Tensor
-    """[B, n, hidden]: the target's last hidden states, after the final norm."""
-    positions: torch.Tensor
-    """[B, n] int64: L + column."""
-    counts: torch.Tensor
-    """[B] int32; 0 for a padding slot."""
-    prompts: Prompts | None = None
-    """In prefill only."""
+    features: list[torch.Tensor]  # one [B, n, hidden] per captured target layer
+    hidden: torch.Tensor  # [B, n, hidden]: the target's last hidden states, after the final norm
+    positions: torch.Tensor  # [B, n] int64: L + column
+    counts: torch.Tensor  # [B] int32; 0 for a padding slot
+    prompts: Prompts | None = None  # in prefill only
     verified: Verified | None = None
     """All nodes of the step, for an algorithm with `observes_verified`; None in prefill and after steps without a
     draft."""
@@ -174,30 +148,23 @@ class AttentionCalls(NamedTuple):
 
 class Algorithm:
     """Base of all algorithms. A subclass names itself, its configuration and the size of its trees, and drafts.
-
-    `propose` and `observe` run on the device without reading anything back, and on the same tensors in every step,
-    so they can be captured in a CUDA graph.
-    """
+    `propose` and `observe` run on the device without reading anything back, and on the same tensors in every step, so
+    they can be captured in a CUDA graph."""
 
     name: ClassVar[str]
     Config: ClassVar[type]
     """A dataclass with a field `name` whose default is the algorithm's name; its fields are the settings `algo.…`."""
     needs_draft_model: bool = False
-    finds_draft_model: bool = False
-    """Whether the target's own folder may hold the drafter, where none is named."""
+    finds_draft_model: bool = False  # whether the target's own folder may hold the drafter, where none is named
 
-    target_layers: tuple[int, ...] = ()
-    """Target layers whose output `observe` receives."""
+    target_layers: tuple[int, ...] = ()  # target layers whose output `observe` receives
     observes_verified: bool = False
     """Whether `observe` receives all verified nodes, rejected ones too: `Observation.verified`."""
-    num_nodes: int = 1
-    """N: nodes verified per step, node 0 included."""
-    max_depth: int = 0
-    """D: most drafts that one step can accept."""
+    num_nodes: int = 1  # N: nodes verified per step, node 0 included
+    max_depth: int = 0  # D: most drafts that one step can accept
     chain: bool = True
     """Whether the parent of node i is node i - 1: nothing moves at commit, and attention needs no bit mask."""
-    rule: str = "target_only"
-    """Acceptance rule, see `specdec_kernels.accept`."""
+    rule: str = "target_only"  # acceptance rule, see `specdec_kernels.accept`
     recorder: Algorithm | None = None
     """The algorithm that first decodes all requests. `propose` then finds their outputs in `Batch.history`, behind
     position L."""
@@ -211,10 +178,8 @@ class Algorithm:
 
     @classmethod
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls | None:
-        """Raise the ValueError that `__init__` would raise, as far as folders show without reading any weight.
-
-        Returns what the attention backend must serve for the drafter, None where it has no cache.
-        """
+        """Raise the ValueError that `__init__` would raise, as far as folders show without reading any weight. Returns
+        what the attention backend must serve for the drafter, None where it has no cache."""
         return None
 
     @classmethod

@@ -83,8 +83,7 @@ ConfigStore.instance().store(name="kernel_bench_schema", node=KernelBenchConfig)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device; on a CPU also switches Triton to its interpreter, which works only before Triton is
-    imported."""
+    """The device; on a CPU also switches Triton to its interpreter, which works only before Triton is imported."""
     device = torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
     if device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -32,10 +32,8 @@ class KVScales(NamedTuple):
 
 
 def load_kv_scales(path: str | Path, config: DecoderConfig) -> KVScales:
-    """Factors for a model of this shape, from a safetensors file with `k_scale` and `v_scale`.
-
-    Raises ValueError where the file is missing, lacks a tensor, or holds factors of another shape or not above zero.
-    """
+    """Factors for a model of this shape, from a safetensors file with `k_scale` and `v_scale`. Raises ValueError where
+    the file is missing, lacks a tensor, or holds factors of another shape or not above zero."""
     if not Path(path).is_file():
         raise ValueError(f"runtime.kv_scales: expected a file, found none at {path}; task=kv_scales writes one")
     try:
@@ -61,14 +59,11 @@ def load_kv_scales(path: str | Path, config: DecoderConfig) -> KVScales:
 class KVCache:
     """Keys and values of one model, and the constants that their storing needs."""
 
-    kv: torch.Tensor
-    """[layers, 2, pages, page_size, H_kv, D]."""
-    rope: torch.Tensor
-    """[context, R] float32 for the R elements of a head that rotate."""
+    kv: torch.Tensor  # [layers, 2, pages, page_size, H_kv, D]
+    rope: torch.Tensor  # [context, R] float32 for the R elements of a head that rotate
     config: DecoderConfig
     """Constants of the model: the scale, soft cap and windows of its attention, the epsilon of its norms."""
-    scales: KVScales | None = None
-    """The scales of a float8 pool; None: 1."""
+    scales: KVScales | None = None  # the scales of a float8 pool; None: 1
 
     @classmethod
     def allocate(cls, config: DecoderConfig, resources: Resources, scales: KVScales | None = None) -> KVCache:

@@ -137,10 +137,8 @@ def grow_tree(
     confidence: Callable[[], Tensor | None] = lambda: None,
 ) -> DraftTree:
     """The tree of the most likely tokens, level by level, from `logits [B, V]` after the last token.
-
     `run(level, frontier)` gives the logits [B, T, V] after each frontier token; `masks` are `level_masks`.
-    `confidence()` gives a factor [B, T] of the probabilities of the drafts after the tokens that ran last, or None.
-    """
+    `confidence()` gives a factor [B, T] of the probabilities of the drafts after the tokens that ran last, or None."""
     topk, rows = shape.topk, len(logits)
     candidates = kernels.Candidates(
         logits.new_empty(rows, shape.num_candidates, dtype=torch.float32),

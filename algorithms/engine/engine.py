@@ -48,12 +48,10 @@ from algorithms.step.runner import Capture, StepRunner, buckets
 from algorithms.step.sampling_params import SamplingNeeds
 from specdec_kernels import CHUNK
 
-_MATRIX_ROWS = 64
-"""Rows that fill a tile of the matrix unit."""
+_MATRIX_ROWS = 64  # rows that fill a tile of the matrix unit
 _MIXED_TOKENS = (64, 384)
-"""Prompt tokens that the smallest and the largest prefill in a step have room for. Fewer cost as much in a step,
-and more would make it much longer. Their tiles are half as wide as the default, because their padding costs
-arithmetic."""
+"""Prompt tokens that the smallest and the largest prefill in a step have room for. Fewer cost as much in a step, and
+more would make it much longer. Their tiles are half as wide as the default, because their padding costs arithmetic."""
 _SHORT_REQUEST = 512
 """Tokens of requests so short that reading their keys twice as often costs less than the padding of wide tiles."""
 
@@ -165,9 +163,7 @@ class Engine:
     @contextmanager
     def session(self, needs: SamplingNeeds) -> Iterator[Session]:
         """A stretch of serving that takes requests as it runs; one at a time. Afterwards all pages are free again.
-
-        `needs` bounds the sampling features of requests: a captured step does no more than it was captured for.
-        """
+        `needs` bounds the sampling features of requests: a captured step does no more than it was captured for."""
         if self._session_is_open:
             raise EngineError("this engine has an open session already: close it first")
         state, device = self.parts.state, self.parts.resources.device
@@ -256,11 +252,8 @@ def _resources(target: Target, backend: Backend, settings: RuntimeSettings, **of
 
 def default_tile(config: DecoderConfig, device: torch.device) -> int:
     """Tokens of a tile, from 16 to 64: on a GPU as few as fill a tile of the matrix unit with the query heads of a KV
-    head.
-
-    A narrow tile wastes less on short prompts, and a long prompt reads its keys once per tile. Without a GPU every tile
-    costs about the same.
-    """
+    head. A narrow tile wastes less on short prompts, and a long prompt reads its keys once per tile. Without a GPU
+    every tile costs about the same."""
     if device.type != "cuda":
         return 64
     group = config.num_heads // config.num_kv_heads

@@ -85,12 +85,9 @@ def tiles_of(num_tokens: int, tile: int) -> int:
 
 
 class Scheduler:
-    """Queue, slots and pages of one engine.
-
-    `overshoot` counts the positions past a request's end that steps still write, and that its pages must hold.
-    `decode` gives the text of token ids, for stop strings. Up to `max_batch` requests run at a time, and prompts of
-    up to `ahead` requests more may be prefilled while all slots are taken.
-    """
+    """Queue, slots and pages of one engine. `overshoot` counts the positions past a request's end that steps still
+    write, and that its pages must hold. `decode` gives the text of token ids, for stop strings. Up to `max_batch`
+    requests run at a time, and prompts of up to `ahead` requests more may be prefilled while all slots are taken."""
 
     def __init__(
         self, max_batch: int, num_pages: int, page_size: int, overshoot: int, decode: Decode, ahead: int = 0
@@ -222,10 +219,8 @@ class Scheduler:
         now_ms: float,
         top: Sequence[Sequence[tuple[int, float]]] = (),
     ) -> SlotMove | None:
-        """Append the tokens of one step, up to the first that ends the request; the move if one does.
-
-        `finish_reason` stays empty while the request goes on. `num_truncated` counts the emitted tokens past the end.
-        """
+        """Append the tokens of one step, up to the first that ends the request; the move if one does. `finish_reason`
+        stays empty while the request goes on. `num_truncated` counts the emitted tokens past the end."""
         request, completion = running.request, running.completion
         elapsed_ms = now_ms - running.admitted_ms
         if not completion.token_ids:

@@ -138,10 +138,8 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Launch a step, prefill segments in it or before it, and take in the results that are due.
-
-        Returns the requests that ended.
-        """
+        """Launch a step, prefill segments in it or before it, and take in the results that are due. Returns the
+        requests that ended."""
         began_ms = _now_ms()
         ended = self._take_in(all_of_them=self._reads_first())
         read_ms = _now_ms() - began_ms
@@ -161,11 +159,9 @@ class Session:
         return ended
 
     def _mixes_prefill(self) -> bool:
-        """Whether the next step prefills (mixed prefill), if it has room for that.
-
-        Requests that a decode step prefills take part one step later. If more of them could start than run, that
-        costs more than a pass over the weights of their own.
-        """
+        """Whether the next step prefills (mixed prefill), if it has room for that. Requests that a decode step prefills
+        take part one step later. If more of them could start than run, that costs more than a pass over the weights of
+        their own."""
         scheduler = self._scheduler
         return bool(self._mixed_prefills()) and scheduler.num_startable <= len(scheduler.running)
 

@@ -81,19 +81,11 @@ def window_by_turns(config: Mapping[str, Any], num_layers: int) -> Windows:
     return read_layer_types(config.get("layer_types") or by_turns, window, num_layers)
 
 
-NEXT_LAYER = "model.layers.{num_layers}."
-"""Tensors of one MTP layer behind the last layer."""
+NEXT_LAYER = "model.layers.{num_layers}."  # tensors of one MTP layer behind the last layer
 _FLAGS = (
-    "qk_norm",
-    "qkv_bias",
-    "o_bias",
-    "mlp_bias",
-    "sinks",
-    "wide_norms",
-    "interleaved_rope",
-    "closing_norms",
+    "qk_norm", "qkv_bias", "o_bias", "mlp_bias", "sinks", "wide_norms", "interleaved_rope", "closing_norms",
     "gated_attention",
-)
+)  # fmt: skip
 _NUMBERS = ("soft_cap", "scale")
 _KINDS = ("mixings", "mlps")
 
@@ -132,10 +124,8 @@ class Architecture:
     soft_cap: str | None = None
     scale: str | None = None
     windows: WindowRule = no_windows
-    mixings: LayerRule | None = None
-    """None: all layers have attention."""
-    mlps: LayerRule | None = None
-    """None: all layers have SwiGLU."""
+    mixings: LayerRule | None = None  # None: all layers have attention
+    mlps: LayerRule | None = None  # None: all layers have SwiGLU
     mtp_prefix: str | None = None
     """Prefix of the tensors of MTP layers, which are no part of the language model; `{num_layers}` stands for its
     layers."""

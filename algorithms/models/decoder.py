@@ -32,8 +32,7 @@ class Block(nn.Module):
     """The part of every layer after its mixing: the projection, a norm, the MLP, and two residual additions."""
 
     mixing_name = "self_attn"
-    self_attn: Attention
-    """Where the layer has attention."""
+    self_attn: Attention  # where the layer has attention
     post_attention_layernorm: RMSNorm
     mlp: MLP
     post_self_attn_layernorm: RMSNorm | None
@@ -179,11 +178,8 @@ class Decoder(FusableModel):
         return self.model.embed_tokens(tokens)
 
     def forward(self, tokens: Tensor, mixer: Mixer, target_layers: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
-        """Run `tokens [..., T]` int64.
-
-        Returns the final-normed hidden states `[..., T, hidden]` and, for each layer id in `target_layers` in that
-        order, the residual stream after that layer `[..., T, hidden]`.
-        """
+        """Run `tokens [..., T]` int64. Returns the final-normed hidden states `[..., T, hidden]` and, for each layer id
+        in `target_layers` in that order, the residual stream after that layer `[..., T, hidden]`."""
         layers, norm = cast(Sequence[DecoderLayer], self.model.layers), self.model.norm
         if self.impl is None:
             return run_layers(layers, norm, self.embed(tokens), mixer, target_layers)

@@ -27,10 +27,8 @@ def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, config: DecoderConfig, sinks: Tensor | None = None
 ) -> Tensor:
     """Softmax attention with the scale and the soft cap of `config`; query head h reads KV head h // (H / H_kv).
-
     `q [B, T, H, D]`, `k`/`v [B, S, H_kv, D]`; `visible` bool, broadcastable to `[B, H, T, S]`, or None for causal
-    attention (S = T). `sinks [H]` adds exp(sink) to each denominator. Returns `[B, T, H, D]`.
-    """
+    attention (S = T). `sinks [H]` adds exp(sink) to each denominator. Returns `[B, T, H, D]`."""
     group = q.shape[2] // k.shape[2]
     q = rearrange(q, "b t h d -> b h t d")
     k, v = (repeat(x, "b s h d -> b (h group) s d", group=group) for x in (k, v))

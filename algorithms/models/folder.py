@@ -35,10 +35,8 @@ def is_absent(path_or_hub_name: str | Path) -> bool:
 
 
 def resolve_folder(path_or_hub_name: str | Path, pickles: bool = False) -> Path:
-    """The folder of a model: an existing one, or a hub name `organisation/name`, downloaded once and cached.
-
-    Only safetensors, JSON and Jinja files are downloaded, and `pytorch_model.bin` with `pickles`. Raises ModelError.
-    """
+    """The folder of a model: an existing one, or a hub name `organisation/name`, downloaded once and cached. Only
+    safetensors, JSON and Jinja files are downloaded, and `pytorch_model.bin` with `pickles`. Raises ModelError."""
     name = str(path_or_hub_name)
     path = Path(name).expanduser()
     if path.is_dir():

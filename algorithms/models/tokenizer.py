@@ -32,8 +32,7 @@ class Tokenizer:
     path: Path
     eos_ids: frozenset[int]
     chat_template: str | None
-    special_tokens: dict[str, str]
-    """Key of the tokenizer's config to token, such as `mask_token`."""
+    special_tokens: dict[str, str]  # key of the tokenizer's config to token, such as `mask_token`
     thinking: bool | None = None
 
     @classmethod
@@ -80,11 +79,8 @@ class Tokenizer:
 
     def encode_chat(self, turns: Sequence[str], replies: Sequence[str] = ()) -> list[int]:
         """Ids of a conversation of user `turns`, up to where the assistant answers the last one; `replies` answer the
-        others.
-
-        Raises ValueError for another number of replies or no turns, ModelError where the chat template is absent or
-        fails.
-        """
+        others. Raises ValueError for another number of replies or no turns, ModelError where the chat template is
+        absent or fails."""
         if not turns:
             raise ValueError("turns: expected at least one user turn, got none")
         if len(replies) != len(turns) - 1:

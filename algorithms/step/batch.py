@@ -20,19 +20,14 @@ from algorithms.step.constraints import ConstraintState
 from algorithms.step.sampling_params import MAX_BAD_WORD, MAX_FORBIDDEN, SamplingNeeds, SamplingParams
 from specdec_kernels import SamplingTensors, keep_last
 
-_ALIGNED = 32
-"""Slots are allocated in multiples of this, so that kernels see one alignment of every tensor."""
+_ALIGNED = 32  # slots are allocated in multiples of this, so that kernels see one alignment of every tensor
 _DUMMY_KINDS = 32
 """Number of distinct random tokens, each of which then occurs as often as frequent tokens of real prompts."""
-_MOVES_AHEAD = 12
-"""Moves that may be queued during the steps in flight: a few for each."""
-LENGTH, LAST_TOKEN, SEED = range(3)
-"""Fields of the int64 numbers of requests."""
-ACTIVE, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(5)
-"""Fields of the 32-bit numbers; the last three are float32 bits."""
+_MOVES_AHEAD = 12  # moves that may be queued during the steps in flight: a few for each
+LENGTH, LAST_TOKEN, SEED = range(3)  # fields of the int64 numbers of requests
+ACTIVE, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(5)  # fields of the 32-bit numbers; the last three are float32 bits
 _FIRST_FLOAT = TEMPERATURE
-_NEUTRAL = SamplingParams()
-"""Sampling parameters of padding: greedy, no filter."""
+_NEUTRAL = SamplingParams()  # sampling parameters of padding: greedy, no filter
 
 
 def write_numbers(arrays: Arrays, column: int, sampling: SamplingParams, length: int, last: int, active: bool) -> None:
@@ -97,10 +92,8 @@ class ForbiddenState:
 
 class BatchState:
     """Tensors for up to `max_batch` running requests and `ahead` waiting ones, of up to `max_pages` pages and `context`
-    positions; see `Batch`.
-
-    Numbers of one width lie in one tensor, so that a request enters, moves and leaves in a few operations.
-    """
+    positions; see `Batch`. Numbers of one width lie in one tensor, so that a request enters, moves and leaves in a few
+    operations."""
 
     def __init__(
         self, max_batch: int, ahead: int, max_pages: int, context: int, vocab: int, device: torch.device
@@ -149,10 +142,8 @@ class BatchState:
 
     def enter(self, slots: Tensor, values: Mapping[str, Tensor]) -> None:
         """Put the numbers and pages of requests into `slots` [P] int64, entries of padding into the dummy slot.
-
         `values` holds what `number_fields(P)` names, and `pages` [P, max_pages] int32: the entries past the pages of a
-        request are any pages.
-        """
+        request are any pages."""
         self._longs.index_copy_(1, slots, values["longs"])
         self._words.index_copy_(1, slots, values["words"])
         self._pages.index_copy_(0, slots, values["pages"])
@@ -237,8 +228,7 @@ class BatchState:
 
 
 class SlotStore:
-    """One vector that a drafter stores for each slot, [max_batch + 1, size];
-    the last one is the dummy slot."""
+    """One vector that a drafter stores for each slot, [max_batch + 1, size]; the last one is the dummy slot."""
 
     def __init__(self, size: int, resources: Resources) -> None:
         self._vectors = torch.zeros((resources.max_batch + 1, size), dtype=resources.dtype, device=resources.device)
@@ -249,10 +239,8 @@ class SlotStore:
         return self._vectors[slots]
 
     def keep_last(self, seen: Observation, values: Tensor) -> None:
-        """Keep the entry of `values [B, n, size]` at each request's last observed position.
-
-        A padding slot keeps what it has. A prompt of one token, of which nothing is observed, starts from zeros.
-        """
+        """Keep the entry of `values [B, n, size]` at each request's last observed position. A padding slot keeps what
+        it has. A prompt of one token, of which nothing is observed, starts from zeros."""
         if (prompts := seen.prompts) is not None:
             last = values.flatten(0, 1)[prompts.last]
             self._vectors[prompts.slots] = torch.where((prompts.counts > 0)[:, None], last, 0.0)

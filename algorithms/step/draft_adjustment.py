@@ -29,10 +29,8 @@ class DraftAdjustment:
 
     def __call__(self, logits: Tensor, depth: int, vocabulary: Tensor | None = None) -> None:
         """Change the logits [B, T, V_d] of drafts in place. The tokens before them are `depth` tokens after the last
-        one, or more.
-
-        `vocabulary` [V_d] int64 is added to an id of the drafter to give the target's; None adds nothing.
-        """
+        one, or more. `vocabulary` [V_d] int64 is added to an id of the drafter to give the target's; None adds
+        nothing."""
         known = None
         if vocabulary is not None:
             known = vocabulary + torch.arange(len(vocabulary), device=vocabulary.device)

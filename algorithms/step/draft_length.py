@@ -80,11 +80,9 @@ class DraftLengthPolicy:
         path: Array | None = None,
         path_probs: Array | None = None,
     ) -> None:
-        """Take in a step of size `size`, and choose.
-
-        Of each of R requests, `num_accepted` drafts were accepted: those of a chain, or the nodes of `path [R, D + 1]`
-        after node 0, which rank by `path_probs [R, N]`. A step of size i takes `step_ms[i]`.
-        """
+        """Take in a step of size `size`, and choose. Of each of R requests, `num_accepted` drafts were accepted: those
+        of a chain, or the nodes of `path [R, D + 1]` after node 0, which rank by `path_probs [R, N]`. A step of size i
+        takes `step_ms[i]`."""
         requests = len(num_accepted)
         if not requests:
             return

@@ -59,8 +59,7 @@ def prefill_fields(size: int, tile: int, max_pages: int) -> Fields:
 class PrefillBatch:
     """`size` tiles of `tile` tokens. Send what they hold, begin, run the target over `tokens`, and finish."""
 
-    tokens: Tensor
-    """[size, tile] int64, since `begin`."""
+    tokens: Tensor  # [size, tile] int64, since `begin`
 
     def __init__(self, parts: StepParts, size: int, tile: int) -> None:
         max_pages, device = parts.state.page_table.shape[1], parts.resources.device
@@ -79,8 +78,7 @@ class PrefillBatch:
         return self._staging.tensors
 
     def send(self, segments: Sequence[PrefillSegment]) -> None:
-        """Send the batch to the device; the rest of it is padding. The slots and pages of `segments` are
-        theirs."""
+        """Send the batch to the device; the rest of it is padding. The slots and pages of `segments` are theirs."""
         arrays = self._staging.arrays()
         for name in ("starts", "counts", "tokens", "prompt_starts", "prompt_counts", "prompt_last", "complete"):
             arrays[name].fill(0)

@@ -35,8 +35,7 @@ from specdec_kernels.checks import expect_choice
 _WARMUP_RUNS = 2
 _TIMED_RUNS = 5
 _IDLE_RUNS = 3
-_DUMMY_TOKENS = 256
-"""Committed tokens of a dummy request, with which steps are timed; half of the context at most."""
+_DUMMY_TOKENS = 256  # committed tokens of a dummy request, with which steps are timed; half of the context at most
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,7 @@ class Recorder:
 
 
 class _Variant(NamedTuple):
-    """Steps that are captured apart: by slots, nodes, sampling needs, and the tiles of their
-    prefill batch."""
+    """Steps that are captured apart: by slots, nodes, sampling needs, and the tiles of their prefill batch."""
 
     slots: int
     nodes: int
@@ -239,10 +237,8 @@ class StepRunner:
         self, num_slots: int, max_length: int, needs: SamplingNeeds, prefill: PrefillBatch | None = None
     ) -> Tensor:
         """Start a step over slots 0 … num_slots - 1 and return its table, still being written, for those slots.
-        `prefill`, which has been sent, is part of it.
-
-        The first draft for requests is checked; where it is captured, it is drafted once more for that.
-        """
+        `prefill`, which has been sent, is part of it. The first draft for requests is checked; where it is captured, it
+        is drafted once more for that."""
         nodes = self._next_nodes(num_slots, max_length, needs)
         first, self._launched = not self._launched, True
         if first and self.recorder:
@@ -332,9 +328,7 @@ class StepRunner:
 
     def compile(self, needs: SamplingNeeds) -> None:
         """Run uncaptured steps without requests, unless done: one for every kernel that steps for `needs` may launch.
-
-        Tiles are chosen by powers of two of the slots. How keys are split changes at four times a length or more.
-        """
+        Tiles are chosen by powers of two of the slots. How keys are split changes at four times a length or more."""
         if needs in self._compiled:
             return
         self._compiled.add(needs)

@@ -12,24 +12,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-GRAMMARS = ("json_schema", "regex", "ebnf")
-"""Fields of `GrammarParams` that hold a grammar."""
+GRAMMARS = ("json_schema", "regex", "ebnf")  # fields of `GrammarParams` that hold a grammar
 _LARGEST_INT32 = 2**31 - 1
 _LARGEST_INT64 = 2**63 - 1
-MAX_FORBIDDEN = 256
-"""Most token sequences that one request forbids: bad words, and with `min_tokens` its stop tokens."""
-MAX_BAD_WORD = 16
-"""Most tokens of a bad word."""
-MAX_TOP_LOGPROBS = 64
-"""Most tokens that are reported at the place of one token."""
+MAX_FORBIDDEN = 256  # most token sequences that one request forbids: bad words, and with `min_tokens` its stop tokens
+MAX_BAD_WORD = 16  # most tokens of a bad word
+MAX_TOP_LOGPROBS = 64  # most tokens that are reported at the place of one token
 
 
 @dataclass
 class GrammarParams:
-    """The grammar of what a request writes: one of `json_schema`, `regex` and `ebnf`, or none.
-
-    Raises ValueError if more than one is given, or something that is no text.
-    """
+    """The grammar of what a request writes: one of `json_schema`, `regex` and `ebnf`, or none. Raises ValueError if
+    more than one is given, or something that is no text."""
 
     json_schema: Any = None
     """JSON schema as text or mapping. Properties are written in its order."""
@@ -66,10 +60,8 @@ class GrammarParams:
 
 @dataclass
 class SamplingParams:
-    """Sampling parameters of one request. Treat it as a value: `dataclasses.replace` makes a checked copy.
-
-    Raises ValueError if a field is out of range; the message names the field as it is typed, `sampling.FIELD`.
-    """
+    """Sampling parameters of one request. Treat it as a value: `dataclasses.replace` makes a checked copy. Raises
+    ValueError if a field is out of range; the message names the field as it is typed, `sampling.FIELD`."""
 
     max_new_tokens: int = 128
     """Most tokens that are generated, at least 1."""

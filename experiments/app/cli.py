@@ -148,11 +148,9 @@ def _refuse_option(message: str) -> NoReturn:
 
 
 def assign(schema: type, words: Sequence[str], manual: str) -> tuple[Any, list[str]]:
-    """(the dataclass `schema` with the values that `words` of the form key=value give it, the other words).
-
-    For a program without Hydra. `--help` prints `manual` and ends the program. Raises UserError for an unknown key, and
-    for a value of another type.
-    """
+    """(the dataclass `schema` with the values that `words` of the form key=value give it, the other words). For a
+    program without Hydra. `--help` prints `manual` and ends the program. Raises UserError for an unknown key, and for a
+    value of another type."""
     if set(words) & set(HELP):
         print(manual.strip())
         sys.exit()

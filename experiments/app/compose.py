@@ -60,11 +60,8 @@ def run_folder(outputs: str, name: str, time: str, *, _root_: DictConfig) -> str
 
 
 def register() -> None:
-    """Put every schema in Hydra's config store, under the group `schema`, which the YAML files extend.
-
-    An option without a YAML file, such as a plugin, is its schema alone. Raises `UserError` for a plugin that cannot be
-    used.
-    """
+    """Put every schema in Hydra's config store, under the group `schema`, which the YAML files extend. An option
+    without a YAML file, such as a plugin, is its schema alone. Raises `UserError` for a plugin that cannot be used."""
     resolvers: dict[str, Any] = {"repo": lambda path: str(REPO_ROOT / path), "job_id": lambda *, _root_: job_id(_root_)}
     for name, resolver in {**resolvers, "run_name": run_name, "run_folder": run_folder}.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from algorithms.engine.request import Completion, Request
+from algorithms.models.tokenizer import Tokenizer
 from experiments.data.prompts import Prompt
 
-if TYPE_CHECKING:
-    from algorithms.engine.request import Completion, Request
-    from algorithms.models.tokenizer import Tokenizer
-
-SLACK_PER_TURN = 32
-"""Tokens by which an answer may grow when its text is encoded again, and the markup around it."""
+SLACK_PER_TURN = 32  # tokens by which an answer may grow when its text is encoded again, and the markup around it
 
 
 def longest_turn(prompt: Prompt, first: Request, tokenizer: Tokenizer) -> int:

@@ -36,10 +36,8 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 def disk_is_full(error: BaseException | None) -> bool:
     """Whether `error` says that nothing more can be written: no space, no quota, or a bound on the size of a file.
-
     Libraries that write weights raise errors of their own: torch's has the system's error as its cause, and
-    safetensors' quotes it.
-    """
+    safetensors' quotes it."""
     while error is not None:
         quoted = any(f"(os error {number})" in str(error) for number in _FULL)
         if quoted or (isinstance(error, OSError) and error.errno in _FULL):

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from algorithms.engine.grammar import GrammarError, Grammars
+from algorithms.engine.request import Request
+from algorithms.models.tokenizer import Tokenizer
 from algorithms.step.sampling_params import GRAMMARS, GrammarParams
 from experiments.app.errors import UserError
 
-if TYPE_CHECKING:
-    from algorithms.engine.grammar import Grammars
-    from algorithms.engine.request import Request
-    from algorithms.models.tokenizer import Tokenizer
-
-FILE = "@"
-"""On the command line a grammar that begins so is the name of a file; one that begins with two is text."""
+FILE = "@"  # on the command line a grammar that begins so is the name of a file; one that begins with two is text
 
 
 def grammar_of(own: Mapping[str, Any] | None, params: GrammarParams, place: str = "") -> GrammarParams:
     """The grammar of a prompt: its `own`, always as text, with the other settings of `params`, or `params`, with the
-    text of the file where the grammar is `@FILE`, and `@…` where it is `@@…`.
-
-    Raises UserError where the file cannot be read, and that names the prompt's `place` where `own` is no grammar.
-    """
+    text of the file where the grammar is `@FILE`, and `@…` where it is `@@…`. Raises UserError where the file cannot be
+    read, and that names the prompt's `place` where `own` is no grammar."""
     if own is None:
         return _from_file(params) if params.text.startswith(FILE) else params
     known = [item.name for item in fields(GrammarParams)]
@@ -54,8 +49,6 @@ def compile_all(
 ) -> Grammars | None:
     """A compiler that has compiled what `requests` need; None if they need none. Raises UserError that names the place
     of the first request whose grammar cannot be compiled."""
-    from algorithms.engine.grammar import GrammarError, Grammars
-
     constrained = [request for request in requests if request.sampling.constrained]
     if not constrained:
         return None

@@ -10,8 +10,7 @@ from algorithms.engine.settings import RuntimeSettings
 from experiments.app.errors import UserError
 
 INTERPRET = "TRITON_INTERPRET"
-INTERPRETER = "triton-interpreter"
-"""The label in records of kernels that Triton's interpreter runs."""
+INTERPRETER = "triton-interpreter"  # the label in records of kernels that Triton's interpreter runs
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,8 @@ class Hardware:
 
 
 def resolve_hardware(runtime: RuntimeSettings) -> Hardware:
-    """Settle every `auto` of `runtime`. Raises UserError where the machine lacks it.
-
-    Without a GPU this switches Triton's interpreter on, which must happen before Triton is imported.
-    """
+    """Settle every `auto` of `runtime`. Raises UserError where the machine lacks it. Without a GPU this switches
+    Triton's interpreter on, which must happen before Triton is imported."""
     import torch
 
     has_gpu = torch.cuda.is_available()

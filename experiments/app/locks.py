@@ -11,9 +11,7 @@ from pathlib import Path
 
 def take(path: Path, wait: bool = False) -> int | None:
     """The descriptor of a lock on an existing folder, or on a file that is made; None where another process holds it.
-
-    Closing the descriptor releases the lock. A file system without locks grants every one.
-    """
+    Closing the descriptor releases the lock. A file system without locks grants every one."""
     handle = os.open(path, os.O_RDONLY) if path.is_dir() else os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

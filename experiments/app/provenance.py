@@ -32,10 +32,8 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "hydra-core")
 
 def git_revision() -> str | None:
     """Commit of the repository; None outside of one. Uncommitted changes of anything but pages add `-dirty-HASH`, and
-    packages that `SPECDEC_ALGORITHMS` names add `-plugins-HASH`, so that other code has another revision.
-
-    The environment variable `SPECDEC_REVISION` names it where a tree travels without its history.
-    """
+    packages that `SPECDEC_ALGORITHMS` names add `-plugins-HASH`, so that other code has another revision. The
+    environment variable `SPECDEC_REVISION` names it where a tree travels without its history."""
     revision = os.environ.get("SPECDEC_REVISION") or _repository_revision()
     sources = [file for name in os.environ.get(PACKAGES_VARIABLE, "").split(",") for file in _sources(name.strip())]
     plugins = "".join(file.read_text(encoding="utf-8", errors="replace") for file in sources)
@@ -119,10 +117,8 @@ _SIZES = (
 
 
 def run_conditions(config: RunConfig, hardware: Hardware, model: str) -> dict[str, Any]:
-    """The conditions of all results of one run: the provenance record that every task writes.
-
-    `model` is what the target is called. A setting that the task varies by itself is None.
-    """
+    """The conditions of all results of one run: the provenance record that every task writes. `model` is what the
+    target is called. A setting that the task varies by itself is None."""
     varied = config.task.IGNORED
     sampling = asdict(config.sampling) | ({"temperature": None} if "sampling.temperature" in varied else {})
     sizes = {key: None if f"runtime.{key}" in varied else getattr(config.runtime, key) for key in _SIZES}

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
@@ -21,11 +21,11 @@ from yaml import YAMLError
 from experiments.app.errors import UserError
 from experiments.app.locks import locked
 from experiments.app.provenance import git_revision
+from experiments.report.tables import flatten
 
 STATUS, CONFIG = "status.json", "config.yaml"
 RESUME, FORCE = "resume", "resume_force"
-ALIVE_S = 60.0
-"""A run on another machine whose heartbeat is younger than this is taken to go on."""
+ALIVE_S = 60.0  # a run on another machine whose heartbeat is younger than this is taken to go on
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -43,10 +43,8 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def resumed_words(words: Sequence[str]) -> list[str]:
-    """`words` of a command line as they are, or the words of the run that `resume=FOLDER` names.
-
-    Raises UserError if that is no interrupted run, or if another setting is given too.
-    """
+    """`words` of a command line as they are, or the words of the run that `resume=FOLDER` names. Raises UserError if
+    that is no interrupted run, or if another setting is given too."""
     named = [word.partition("=")[2] for word in words if word.lstrip("+").startswith(f"{RESUME}=")]
     if not any(named) or named[-1] == "null":
         return list(words)
@@ -93,7 +91,9 @@ def own_words(overrides: Sequence[str]) -> list[str]:
 
 def check_unchanged(folder: Path, composed: DictConfig, forced: bool) -> None:
     """Raise UserError, unless `forced`, where configuration or revision differ from the run in `folder`."""
-    now, then = _flat(composed), _flat(_stored(folder))
+    now, then = (
+        flatten(cast(Any, OmegaConf.to_container(each, resolve=True)), by=".") for each in (composed, _stored(folder))
+    )
     changes = [
         f"{key}: {then.get(key)} in the run, {now.get(key)} now"
         for key in dict.fromkeys([*then, *now])
@@ -114,13 +114,4 @@ def _stored(folder: Path) -> Any:
         raise UserError(f"{RESUME}={folder}: {CONFIG} cannot be read: {error}") from error
     if not isinstance(found, DictConfig) or not found:
         raise UserError(f"{RESUME}={folder}: {CONFIG} holds no settings\nstart the run again")
-    return found
-
-
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key to value of a configuration."""
-    tree: Any = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return found

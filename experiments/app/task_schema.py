@@ -28,8 +28,7 @@ HYBRID = {"prefill": "torch", "decode": "fa4", "verify": "prefill"}
 """Settings of `hybrid` where task.backends names it, chosen so that it uses two different backends."""
 
 
-TASKS: dict[str, type[TaskConfig]] = {}
-"""Every task by name."""
+TASKS: dict[str, type[TaskConfig]] = {}  # every task by name
 LEAST = {"concurrency": 1, "page_sizes": 1, "batches": 1, "requests": 1, "limit": 1, "repeats": 1,
          "distribution_draws": 0, "min_tokens": 0, "temperatures": 0, "seeds": 0}  # fmt: skip
 """Least value of a setting, or of each value of a list."""
@@ -115,10 +114,8 @@ class MethodsTask(TaskConfig):
         self.chosen_methods()
 
     def chosen_methods(self) -> dict[str, Any]:
-        """Label to configuration of the methods to run.
-
-        Raises ValueError for an unknown label, an unknown algorithm and a setting that the algorithm does not have.
-        """
+        """Label to configuration of the methods to run. Raises ValueError for an unknown label, an unknown algorithm
+        and a setting that the algorithm does not have."""
         if not self.methods:
             raise ValueError("task.methods is empty: give at least one, such as +task.methods.mine.name=dflash")
         found = methods_by_label(self.methods)
@@ -280,15 +277,13 @@ class ReplayTask(MethodsTask):
 class VerificationRulesTask(MethodsTask):
     """How many drafts each acceptance rule accepts in expectation, on the same draws."""
 
-    RUN = "experiments.studies.rules.task:VerificationRules"
+    RUN = "experiments.studies.rules:VerificationRules"
     IGNORED = (
         "algo", "baseline", "samples", "sampling.temperature", "sampling.seed", "runtime.graph", "runtime.adaptive",
         "runtime.adaptive_cost",
     )  # fmt: skip
     name: str = "verification_rules"
     temperature: float = 1.0
-    analytic: bool = True
-    """Also over a vocabulary of four tokens, where every draw is enumerated."""
 
     def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
         return ["none"]
@@ -316,10 +311,8 @@ class AdaptiveTask(CompareTask):
 
 
 def ignored_overrides(task: TaskConfig, overrides: Sequence[str]) -> list[str]:
-    """The command line's `overrides` that `task` does not use.
-
-    Raises UserError for one that the task has as its own, such as `task.limit` for `data.limit`.
-    """
+    """The command line's `overrides` that `task` does not use. Raises UserError for one that the task has as its own,
+    such as `task.limit` for `data.limit`."""
     keys = [(override, override.split("=")[0].split("@")[0].lstrip("+~")) for override in overrides]
     ignored = [(text, key) for text, key in keys if any(f"{key}.".startswith(f"{name}.") for name in task.IGNORED)]
     own = {item.name for item in fields(task)}
@@ -352,9 +345,7 @@ def methods_by_label(methods: Mapping[str, Any]) -> dict[str, Any]:
 
 def method_config(key: str, settings: Any) -> Any:
     """The algorithm's own configuration from a mapping with `name`, and where it has a drafter of its own `draft_path`.
-
-    Raises ValueError naming what does not fit.
-    """
+    Raises ValueError naming what does not fit."""
     found = available()
     if not isinstance(settings, Mapping) or "name" not in settings:
         raise ValueError(f"{key}: expected a mapping with name=ALGORITHM, got {settings!r}")

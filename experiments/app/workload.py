@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from algorithms.engine.grammar import Grammars
+from algorithms.engine.request import Request
 from algorithms.frontend import make_request, request_seed
+from algorithms.models.config import DecoderConfig
+from algorithms.models.tokenizer import Tokenizer
 from experiments.app.conversation import longest_turn
 from experiments.app.errors import UserError
 from experiments.app.grammars import compile_all, grammar_of
 from experiments.app.schema import RunConfig
 from experiments.data.prompts import Prompt, PromptSet
-
-if TYPE_CHECKING:
-    from algorithms.engine.grammar import Grammars
-    from algorithms.engine.request import Request
-    from algorithms.models.config import DecoderConfig
-    from algorithms.models.tokenizer import Tokenizer
 
 
 class Entry(NamedTuple):
@@ -37,12 +35,9 @@ class Workload:
     requests: tuple[Request, ...]
     max_length: int
     """Tokens that the longest request can reach, prompt and answer, later turns of conversations included."""
-    markup: str
-    """How prompts become text: the chat template and its thinking mode."""
-    notes: tuple[str, ...] = ()
-    """Notes for a reader on the choice of the prompts."""
-    grammars: Grammars | None = None
-    """Compiles the grammars of the requests; None if they have none."""
+    markup: str  # how prompts become text: the chat template and its thinking mode
+    notes: tuple[str, ...] = ()  # notes for a reader on the choice of the prompts
+    grammars: Grammars | None = None  # compiles the grammars of the requests; None if they have none
 
     @property
     def name(self) -> str:
@@ -74,10 +69,8 @@ def make_requests(config: RunConfig, prompts: PromptSet, tokenizer: Tokenizer) -
 def make_workload(
     config: RunConfig, data: Any, prompts: PromptSet, tokenizer: Tokenizer, target: DecoderConfig
 ) -> Workload:
-    """The requests of one prompt set. A prompt that is too long is refused, or left out with `data.skip_long`.
-
-    Raises UserError that names the prompt by its number, which counts from 1.
-    """
+    """The requests of one prompt set. A prompt that is too long is refused, or left out with `data.skip_long`. Raises
+    UserError that names the prompt by its number, which counts from 1."""
     requests = make_requests(config, prompts, tokenizer)
     context = min(config.runtime.max_length or target.max_position_embeddings, target.max_position_embeddings)
     entries = [

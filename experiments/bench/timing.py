@@ -82,10 +82,8 @@ def cold_copies(inputs: dict[str, Any], device: torch.device) -> list[dict[str, 
 def time_function(
     function: Callable[..., Any], arguments: Sequence[dict[str, Any]], device: torch.device, limits: Limits
 ) -> Timing:
-    """Device time of `function(**a)` for each of `arguments`, in a graph on a GPU and by the clock elsewhere.
-
-    On a GPU the function must not read back from the device. Raises ValueError where there are no arguments.
-    """
+    """Device time of `function(**a)` for each of `arguments`, in a graph on a GPU and by the clock elsewhere. On a GPU
+    the function must not read back from the device. Raises ValueError where there are no arguments."""
     return time_interleaved([(function, arguments)], device, limits)[0]
 
 

@@ -98,11 +98,9 @@ def unpermuted(weight: Array, heads: int) -> Array:
 
 
 def write_folder(file: Path, folder: Path, origin: str) -> None:
-    """Write config, tokenizer, chat template and float32 weights of the GGUF `file` into `folder`, which exists.
-
-    The file holds a Llama model with tied embeddings and SmolLM's tokenizer. `origin` is kept in `config.json` as
-    `weights_origin`.
-    """
+    """Write config, tokenizer, chat template and float32 weights of the GGUF `file` into `folder`, which exists. The
+    file holds a Llama model with tied embeddings and SmolLM's tokenizer. `origin` is kept in `config.json` as
+    `weights_origin`."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
     from safetensors.numpy import save_file

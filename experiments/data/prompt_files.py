@@ -43,10 +43,8 @@ def _shown(value: object) -> str:
 
 def read_records(path: str | Path, key: str = "data.path") -> list[Record]:
     """All records of a `.jsonl` or `.json` file, also with `.gz`, or of a `.parquet` file; blank lines are skipped.
-
     Errors point to the configuration key `key`. Raises DataError for a file that is missing, unreadable or empty, and
-    for a malformed line.
-    """
+    for a malformed line."""
     file = Path(path).expanduser()
     if file.suffix == ".parquet" and file.is_file():
         return _read_parquet(file)

@@ -9,12 +9,10 @@ from experiments.app.hardware import INTERPRETER
 from experiments.report.intervals import spread
 from experiments.report.metrics import num_faults
 
-Labelled = Sequence[tuple[str, Mapping[str, Any]]]
-"""Results with what a warning calls them."""
+Labelled = Sequence[tuple[str, Mapping[str, Any]]]  # results with what a warning calls them
 LOW_ACCEPTANCE = 0.05
 LARGEST_SPREAD = 0.2
-MOST_NAMED = 10
-"""Results that one warning names."""
+MOST_NAMED = 10  # results that one warning names
 NOT_A_GPU = {
     INTERPRETER: "Times are of Triton's interpreter on the CPU and say nothing about a GPU.",
     "reference": "Times are of plain torch on the CPU and say nothing about a GPU.",
@@ -52,9 +50,7 @@ def failures(result: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
 
 def warnings(result: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
     """A drafter that is never right, tokens that differ from the baseline's, times that are not reliable or missing.
-
-    What `failures` says is not said again.
-    """
+    What `failures` says is not said again."""
     return [*_output_warnings(result), *_difference_warnings(result, dtype, exact), *_time_warnings(result)]
 
 

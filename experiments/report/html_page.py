@@ -15,8 +15,7 @@ from experiments.report.plots import Series, bars, chart, phase_bars
 from experiments.report.tables import DASH, Column, Result, at, counted, declared, figure, html_table, words
 
 STYLE_FILE = Path(__file__).with_name("page.css")
-Card = tuple[str, str, str | None]
-"""Figure, caption and tone (`good`, `bad` or None)."""
+Card = tuple[str, str, str | None]  # figure, caption and tone (`good`, `bad` or None)
 
 
 def render(
@@ -32,10 +31,8 @@ def render(
     files: Sequence[str] = (),
 ) -> str:
     """The page of any task: headline figures, failures and notes, the table, the task's own sections, settings,
-    provenance, links to `files` in its folder, and what the figures mean.
-
-    `sections` are HTML. Everything else is text and is escaped.
-    """
+    provenance, links to `files` in its folder, and what the figures mean. `sections` are HTML. Everything else is text
+    and is escaped."""
     clock = [NOT_A_GPU[conditions["impl"]]] if conditions["device"] == "cpu" else []
     facts = {"date": conditions.get("date"), "command": conditions.get("command")}
     facts |= {"revision": conditions["revision"] or "not a repository", "machine": conditions["machine"]}

@@ -22,9 +22,7 @@ def json_lines(values: Iterable[Any]) -> str:
 
 def read_json_lines(path: Path) -> list[Any]:
     """The values of a file of JSON lines. Lines end at line feeds alone: JSON strings may hold U+2028 and the like.
-
-    Raises OSError and ValueError.
-    """
+    Raises OSError and ValueError."""
     return [json.loads(line) for line in path.read_bytes().split(b"\n") if line.strip()]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from algorithms.engine.request import Completion
+from algorithms.engine.session import Generation
 from experiments.report.intervals import interval, ratio_interval, wilson
 from experiments.report.metrics import (
     AcceptanceCounts,
@@ -20,15 +22,10 @@ from experiments.report.metrics import (
     Times,
 )
 
-if TYPE_CHECKING:
-    from algorithms.engine.request import Completion
-    from algorithms.engine.session import Generation
-
 Score = Callable[[int, str], bool]
 Look = Callable[[int, Mapping[str, Any]], dict[str, Any]]
 CLOCKS = ("decode", "wall")
-FEWEST_REQUESTS = 4
-"""From how many requests tokens per step have an interval."""
+FEWEST_REQUESTS = 4  # from how many requests tokens per step have an interval
 
 
 def quantiles(values: Sequence[float], **points: float) -> Any:
@@ -185,10 +182,8 @@ def lossless(
     ties_possible: bool = True,
 ) -> Lossless:
     """How many requests have exactly the tokens of the baseline, and where the first that differs does so.
-
     `look(index, difference)` adds the logits at a difference and says whether it is a numerical tie. The reported
-    difference is the first that is no tie, else the first. Without `ties_possible` only the first is looked at.
-    """
+    difference is the first that is no tie, else the first. Without `ties_possible` only the first is looked at."""
     if baseline is None:
         return {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
     pairs = list(zip(completions, baseline, strict=True))
@@ -224,9 +219,7 @@ def answer_verdict(completion: Completion, index: int, score: Score | None) -> s
 
 def accuracy(completions: Sequence[Completion], score: Score | None) -> dict[str, Any]:
     """Numbers of right, wrong and cut answers, and `accuracy`: the share of right ones among the right and wrong.
-
-    `score(index, text)` judges one answer and is None for a prompt set without answers; then all figures are None.
-    """
+    `score(index, text)` judges one answer and is None for a prompt set without answers; then all figures are None."""
     if score is None:
         return {"accuracy": None, "answers": None}
     counts = Counter(answer_verdict(completion, i, score) for i, completion in enumerate(completions))

@@ -24,8 +24,7 @@ from rich.text import Text
 
 from experiments.report.json_log import to_json
 
-Result = Mapping[str, Any]
-"""One line of a table. The tasks declare their keys."""
+Result = Mapping[str, Any]  # one line of a table. The tasks declare their keys.
 DASH = "–"
 
 
@@ -36,21 +35,16 @@ class Column:
     title: str
     show: Callable[[Result], str]
     numeric: bool = True
-    tone: Callable[[Result], str | None] = lambda result: None
-    """Whether a cell is `good`, `bad` or neither (None)."""
-    narrow: bool = True
-    """Whether the terminal shows the column too; pages and files show all."""
-    help: str = ""
-    """The meaning of the figures."""
+    tone: Callable[[Result], str | None] = lambda result: None  # whether a cell is `good`, `bad` or neither (None)
+    narrow: bool = True  # whether the terminal shows the column too; pages and files show all
+    help: str = ""  # the meaning of the figures
 
 
 @dataclass(frozen=True)
 class Metric:
-    """The meaning of a key of a result, and how a table shows it; see above.
-
-    A cell is `scale` times the value with `digits` and `unit`, and with the half-width of its 95 % interval where the
-    result has the key `<key>_interval`. `show` replaces that. A metric without a `title` is in no table.
-    """
+    """The meaning of a key of a result, and how a table shows it; see above. A cell is `scale` times the value with
+    `digits` and `unit`, and with the half-width of its 95 % interval where the result has the key `<key>_interval`.
+    `show` replaces that. A metric without a `title` is in no table."""
 
     help: str
     title: str = ""
@@ -113,7 +107,7 @@ def at(result: Result, path: str) -> Any:
     """The value under `path`, such as `step_ms/median`; None where a part of the path is missing."""
     found: Any = result
     for key in path.split("/"):
-        found = None if found is None else found.get(key)
+        found = found.get(key) if isinstance(found, Mapping) else None
     return found
 
 
@@ -188,9 +182,10 @@ def csv_text(results: Sequence[Result]) -> str:
     return lines.getvalue()
 
 
-def flatten(values: Result, prefix: str = "") -> dict[str, Any]:
-    """Nested figures under names such as `phase_times_ms/draft`."""
+def flatten(values: Result, by: str = "/", prefix: str = "") -> dict[str, Any]:
+    """Nested figures under names such as `phase_times_ms/draft`, whose parts are joined `by` this."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        name = f"{prefix}{key}"
+        flat |= flatten(value, by, f"{name}{by}") if isinstance(value, Mapping) else {name: value}
     return flat

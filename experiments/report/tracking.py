@@ -23,8 +23,7 @@ from experiments.report.tables import Result, flatten
 if TYPE_CHECKING:
     from algorithms.engine.session import StepReport
 
-LIVE_S = 2.0
-"""Seconds between two figures of a run that goes on."""
+LIVE_S = 2.0  # seconds between two figures of a run that goes on
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,8 @@ class Tracker:
             self.run.log({f"live/{label}/{name}": value for name, value in figures.items()})
 
     def finish(self, summary: Mapping[str, Any], best: Result) -> list[str]:
-        """Log the content of summary.json, whose results become a table; `best` is compared between runs.
-
-        Returns warnings.
-        """
+        """Log the content of summary.json, whose results become a table; `best` is compared between runs. Returns
+        warnings."""
         if self.run is not None:
             with self._kept():
                 kinds = [summary["task"], summary["backend"], summary["model"]]
@@ -122,7 +119,7 @@ def _wandb_run(config: TrackerConfig, folder: Path, settings: Mapping[str, Any],
         dir=str(folder),
         job_type=task,
         tags=config.tags,
-        config={name.replace("/", "."): value for name, value in flatten(settings).items()},
+        config=flatten(settings, by="."),
         settings=wandb.Settings(silent=True, console="off", init_timeout=30, **off),
         **named,
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Annotated, Any
 
+from algorithms.engine.request import EngineError
 from experiments.app.errors import UserError, user_errors
 from experiments.app.plan import Plan
 from experiments.report.metrics import MethodResult
@@ -21,10 +22,10 @@ from experiments.report.tables import DASH, Column, Metric, Result, columns, fig
 from experiments.tasks.base import Task
 from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded, baseline_config, make_engine, method_result, warm_up
 from experiments.tasks.throughput import repeated
+from specdec_kernels.launch import record_compilations
 
 CHOSEN, CONFIGURED = "adaptive", "configured"
-Key = tuple[str, str]
-"""Prompt set and setting."""
+Key = tuple[str, str]  # prompt set and setting
 
 
 class AdaptiveResult(MethodResult):
@@ -106,9 +107,6 @@ class Adaptive(Task):
     def _decoded(self, algo: Any, label: str, plan: Plan, only: str | None) -> dict[Key, list[Decoded]]:
         """Every prompt set in every setting, by one engine, `task.repeats` interleaved rounds. The setting is `only`,
         or each number of nodes of the engine, and its choice."""
-        from algorithms.engine.request import EngineError
-        from specdec_kernels.launch import record_compilations
-
         longest = max(workload.max_length for workload in self.plan.workloads)
         engine, algorithm, backend = make_engine(plan, self.target, algo, longest)
         sizing, batch = engine.parts.sizing, plan.config.runtime.max_batch

@@ -65,29 +65,23 @@ ROUTINGS = ("tokens", "popular", "stream")
 CODE_CHANNELS = 32
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-HF_NAMES = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-}
-
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder."""
+    """The sizes of a decoder, by the names of `config.json`."""
 
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
     head_dim: int
     vocab_size: int
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
         """The shape in a `config.json`."""
-        return cls(*(config[HF_NAMES.get(field.name, field.name)] for field in fields(cls)))
+        return cls(*(config[field.name] for field in fields(cls)))
 
 
 @dataclass(frozen=True)
@@ -117,42 +111,21 @@ class Family:
 
     target: Shape
     draft: Shape
-    dflash_layers: int
-    dflash_features: int
-    eagle3_vocab_size: int
+    dflash_layers: int = 5
+    dflash_features: int = 5
+    eagle3_vocab_size: int = 32000
     max_position_embeddings: int = 40960
     experts: ExpertShape | None = None
 
 
+QWEN3_06B = Shape(1024, 3072, 28, 16, 8, 128, 151936)
 SHAPES = {
     # Qwen3-8B with Qwen3-0.6B, z-lab's DFlash drafter and an EAGLE-3 head of 32,000 tokens.
-    "qwen3_8b": Family(
-        Shape(4096, 12288, 36, 32, 8, 128, 151936), Shape(1024, 3072, 28, 16, 8, 128, 151936), 5, 5, 32000
-    ),
+    "qwen3_8b": Family(Shape(4096, 12288, 36, 32, 8, 128, 151936), QWEN3_06B),
     # Llama-3.1-8B with Llama-3.2-1B and the same kinds of drafters.
-    "llama31_8b": Family(
-        Shape(4096, 14336, 32, 32, 8, 128, 128256), Shape(2048, 8192, 16, 32, 8, 64, 128256), 5, 5, 32000
-    ),
+    "llama31_8b": Family(Shape(4096, 14336, 32, 32, 8, 128, 128256), Shape(2048, 8192, 16, 32, 8, 64, 128256)),
     # Qwen3-30B-A3B with Qwen3-0.6B and the same kinds of drafters, whose MLPs are dense.
-    "qwen3_30b_a3b": Family(
-        Shape(2048, 6144, 48, 32, 4, 128, 151936),
-        Shape(1024, 3072, 28, 16, 8, 128, 151936),
-        5,
-        5,
-        32000,
-        experts=ExpertShape(128, 8, 768),
-    ),
-    # For tests: every dimension is larger than the tiny family's, none by the same factor.
-    "test": Family(Shape(320, 832, 8, 9, 3, 128, 2304), Shape(192, 320, 5, 6, 2, 128, 2304), 4, 5, 1664, 1024),
-    "test_experts": Family(
-        Shape(320, 832, 8, 9, 3, 128, 2304),
-        Shape(192, 320, 5, 6, 2, 128, 2304),
-        4,
-        5,
-        1664,
-        1024,
-        experts=ExpertShape(6, 2, 800),
-    ),
+    "qwen3_30b_a3b": Family(Shape(2048, 6144, 48, 32, 4, 128, 151936), QWEN3_06B, experts=ExpertShape(128, 8, 768)),
 }
 
 
@@ -190,11 +163,17 @@ class ShapeScaler:
     dtype: torch.dtype
     device: torch.device
     generator: torch.Generator = field(repr=False)
-    has_codes: bool = False
-    """Whether tokens have codes, see the module."""
+    has_codes: bool = False  # whether tokens have codes, see the module
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size"):
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+        ):
             small, large = getattr(self.small, name), getattr(self.large, name)
             if small > large or (name == "hidden_size" and small + self.num_codes >= large):
                 raise ValueError(f"{name}: expected more than the small family's {small}, got {large}")
@@ -217,7 +196,7 @@ class ShapeScaler:
 
     @staticmethod
     def _group(shape: Shape) -> int:
-        return shape.num_heads // shape.num_kv_heads
+        return shape.num_attention_heads // shape.num_key_value_heads
 
     @property
     def large_eps(self) -> float:
@@ -257,7 +236,7 @@ class ShapeScaler:
     def query_heads(self) -> list[int]:
         """The large query head of each small one: of the same key head."""
         small, large = self._group(self.small), self._group(self.large)
-        return [head // small * large + head % small for head in range(self.small.num_heads)]
+        return [head // small * large + head % small for head in range(self.small.num_attention_heads)]
 
     def layer(
         self, tensors: dict[str, Tensor], source: str, prefix: str, streams: int = 1, idle: bool = False
@@ -277,8 +256,8 @@ class ShapeScaler:
         elements, stretch = self.head_elements(), math.sqrt(large.head_dim / small.head_dim)
         queries = torch.tensor(self.query_heads(), device=self.device)
         if kind in ("q_proj", "k_proj", "v_proj"):
-            places = queries if kind == "q_proj" else torch.arange(small.num_kv_heads, device=self.device)
-            heads = large.num_heads if kind == "q_proj" else large.num_kv_heads
+            places = queries if kind == "q_proj" else torch.arange(small.num_key_value_heads, device=self.device)
+            heads = large.num_attention_heads if kind == "q_proj" else large.num_key_value_heads
             out = self.random(heads, large.head_dim, streams * large.hidden_size)
             if not idle:
                 scale = stretch if kind == "q_proj" and not has_norm else 1.0
@@ -288,7 +267,7 @@ class ShapeScaler:
                 )
             return out.flatten(0, 1)
         if kind == "o_proj":
-            out = self.full(0.0, large.hidden_size, large.num_heads, large.head_dim)
+            out = self.full(0.0, large.hidden_size, large.num_attention_heads, large.head_dim)
             if not idle:
                 columns = rearrange(weight.to(self.dtype), "d (s h) -> d s h", h=small.head_dim)
                 out[:d, queries[:, None], elements] = columns
@@ -312,8 +291,8 @@ class ShapeScaler:
         return self.full(1.0, large.hidden_size) if idle else self.norm(weight)
 
     def layers(self, tensors: dict[str, Tensor], prefix: str) -> Tensors:
-        for index in range(self.large.num_layers):
-            idle = index >= self.small.num_layers
+        for index in range(self.large.num_hidden_layers):
+            idle = index >= self.small.num_hidden_layers
             source = f"{prefix}layers.{0 if idle else index}."
             yield from self.layer(tensors, source, f"{prefix}layers.{index}.", idle=idle)
 
@@ -368,7 +347,7 @@ def scaled_experts_decoder(
     narrow = replace(scaler, large=replace(scaler.large, intermediate_size=experts.width))
     for name, tensor in scaled_decoder(tensors, narrow):
         yield name.replace(".mlp.", ".mlp.experts.0."), tensor
-    for layer in range(scaler.large.num_layers):
+    for layer in range(scaler.large.num_hidden_layers):
         yield f"model.layers.{layer}.mlp.gate.weight", scaler.router(experts.num_experts, routing)
 
 
@@ -436,10 +415,9 @@ def write_family(config: ShapeScaledConfig) -> dict[str, int]:
         scaled = {key: tensor.cpu().contiguous() for key, tensor in tensors_of(tensors, scaler)}
         save_torch_state_dict(scaled, folder, max_shard_size=SHARD_SIZE)
         written[name] = sum(tensor.nbytes for tensor in scaled.values())
-        sizes = {HF_NAMES.get(key, key): size for key, size in asdict(large).items()}
         shared = {"rms_norm_eps": scaler.large_eps, "tie_word_embeddings": False, "dtype": config.dtype}
         length = {"max_position_embeddings": family.max_position_embeddings}
-        write_json(folder / "config.json", small | sizes | shared | length | changes)
+        write_json(folder / "config.json", small | asdict(large) | shared | length | changes)
         for companion in COMPANIONS:
             if (source / companion).is_file():
                 shutil.copyfile(source / companion, folder / companion)
@@ -451,12 +429,12 @@ def write_family(config: ShapeScaledConfig) -> dict[str, int]:
         write("target", family.target, with_experts, **family.experts.keys())
     write("draft", family.draft, scaled_decoder)
     _, small = read_folder(Path(config.family) / "dflash")
-    ids, layers = small["dflash_config"]["target_layer_ids"], family.target.num_layers
+    ids, layers = small["dflash_config"]["target_layer_ids"], family.target.num_hidden_layers
     more = family.dflash_features - len(ids)
     ids = [*ids, *range(layers - 2 - more, layers - 2)]  # idle layers
     write(
         "dflash",
-        replace(family.target, num_layers=family.dflash_layers),
+        replace(family.target, num_hidden_layers=family.dflash_layers),
         partial(scaled_dflash, features=len(ids)),
         num_target_layers=layers,
         layer_types=["full_attention"] * family.dflash_layers,
@@ -464,7 +442,7 @@ def write_family(config: ShapeScaledConfig) -> dict[str, int]:
     )
     write(
         "eagle3",
-        replace(family.target, num_layers=1),
+        replace(family.target, num_hidden_layers=1),
         partial(scaled_eagle3, tokens=family.eagle3_vocab_size),
         draft_vocab_size=family.eagle3_vocab_size,
         target_hidden_size=family.target.hidden_size,

@@ -43,8 +43,7 @@ EXTRAS = {
     "optuna": ("hydra_optuna_sweeper", "optuna"),
 }
 """Option of hydra/launcher or hydra/sweeper to the plugin that it needs, and the extra that installs it."""
-SHARING = ("basic", "gpus")
-"""Launchers that can keep a process for several jobs."""
+SHARING = ("basic", "gpus")  # launchers that can keep a process for several jobs
 JOBS_CONFIG = "sweep_jobs"
 
 
@@ -76,10 +75,8 @@ class Grid:
 
 
 def parse(arguments: Sequence[str], params: Mapping[str, Any] | None = None) -> Grid:
-    """The grid of `arguments`; `params` are the axes of a recipe, which arguments replace.
-
-    Raises UserError for a key of the sweep itself with several values, and for a value that is no list of choices.
-    """
+    """The grid of `arguments`; `params` are the axes of a recipe, which arguments replace. Raises UserError for a key
+    of the sweep itself with several values, and for a value that is no list of choices."""
     axes = [f"{k}={v if isinstance(v, str) else ','.join(map(str, v))}" for k, v in (params or {}).items()]
     loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
     own, values = [], dict[str, list[str]]()
@@ -111,10 +108,8 @@ def expect_plugin(group: str, option: str) -> None:
 
 
 def resolve(arguments: Sequence[str], config_name: str, program: Sequence[str]) -> Sweep:
-    """The sweep of a command line; nothing is run. A job that a check refuses is a refused job.
-
-    Raises UserError or Hydra's errors for a key that an option of a job does not have.
-    """
+    """The sweep of a command line; nothing is run. A job that a check refuses is a refused job. Raises UserError or
+    Hydra's errors for a key that an option of a job does not have."""
     with hydra.initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
         typed = parse(arguments)
         for group, _, option in (text.partition("=") for text in typed.own):
@@ -147,10 +142,8 @@ def _base(typed: Grid, config_name: str) -> DictConfig:
 
 
 def _composed(job: Sequence[str], config_name: str, known: dict[tuple[str, ...], DictConfig]) -> DictConfig:
-    """The configuration of a job. Raises Hydra's errors for a key that does not exist.
-
-    Composing takes long: jobs with the same options of groups, in `known`, differ in values that are put into a copy.
-    """
+    """The configuration of a job. Raises Hydra's errors for a key that does not exist. Composing takes long: jobs with
+    the same options of groups, in `known`, differ in values that are put into a copy."""
     values = [text for text in job if re.match(r"[\w.]+\.\w+=", text)]
     options = tuple(text for text in job if text not in values)
     if options not in known:

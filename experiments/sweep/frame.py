@@ -13,15 +13,13 @@ from typing import Any
 import yaml
 
 from experiments.app.errors import UserError, listing, nearest
-from experiments.app.identity import at
-from experiments.report.tables import flatten
+from experiments.report.tables import at, flatten
 from experiments.sweep.folder import DONE, JobRecord, SweepFolder
 
 BASELINE = "autoregressive"
 INNER = ("data", "method", "concurrency", "level", "family", "case", "backend")
 """Figures that distinguish lines of one job."""
-WHERE = ("machine", "revision")
-"""Lines that differ here are compared with `mix` only."""
+WHERE = ("machine", "revision")  # lines that differ here are compared with `mix` only
 CONDITIONS = (*WHERE, "device", "impl", "dtype", "task")
 METRICS = (
     "tokens_per_step", "request_tokens_per_s", "wall_tokens_per_s", "speedup_decode", "speedup_wall", "lossless",
@@ -32,10 +30,8 @@ Line = dict[str, Any]
 
 
 def read(folders: Sequence[SweepFolder], mix: bool = False) -> tuple[list[Line], list[str]]:
-    """(the lines, names of the columns that tell them apart).
-
-    Raises UserError for a folder without jobs, and where lines of several machines or revisions meet without `mix`.
-    """
+    """(the lines, names of the columns that tell them apart). Raises UserError for a folder without jobs, and where
+    lines of several machines or revisions meet without `mix`."""
     keys = list(dict.fromkeys(key for folder in folders for key in _swept(folder)))
     found: list[Line] = []
     for folder in folders:

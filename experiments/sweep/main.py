@@ -36,8 +36,7 @@ from experiments.sweep.folder import DONE, FAILED, KILLED, OPEN, REFUSED, RUNNIN
 from experiments.sweep.job import PROGRAM, Task, as_job
 
 MULTIRUN = ("-m", "--multirun")
-SHORT = {"sweep": "sweep.name", "shard": "sweep.shard"}
-"""Keys that are typed shorter than they are called."""
+SHORT = {"sweep": "sweep.name", "shard": "sweep.shard"}  # keys that are typed shorter than they are called
 SEARCH = {
     "hydra.sweeper.direction": "maximize",
     "hydra.sweeper.n_jobs": "1",
@@ -49,10 +48,8 @@ RESULTS = "optimization_results.yaml"
 
 
 def main(task: Task, program: Sequence[str], config_name: str = MAIN_CONFIG) -> None:
-    """Run the job or the sweep of the command line; see `cli.main`.
-
-    `program` is what Python runs to get here, `[path]` or `["-m", module]`: jobs start it in processes of their own.
-    """
+    """Run the job or the sweep of the command line; see `cli.main`. `program` is what Python runs to get here, `[path]`
+    or `["-m", module]`: jobs start it in processes of their own."""
     sys.argv[1:] = [long_name(argument) for argument in sys.argv[1:]]
     overrides = [argument for argument in sys.argv[1:] if argument not in (*MULTIRUN, *HELP)]
     asked = set(HELP) & set(sys.argv)

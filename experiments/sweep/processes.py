@@ -24,8 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from experiments.app.errors import UserError
-from experiments.app.identity import target_id
-from experiments.app.plan import SHARE_TARGET
+from experiments.app.identity import SHARE_TARGET, target_id
 from experiments.app.schema import REPO_ROOT
 from experiments.sweep.folder import DONE, FAILED, KILLED, REFUSED, RUNNING, JobRecord
 from experiments.sweep.job import Job, located, objective
@@ -37,9 +36,7 @@ TAIL_LINES = 3
 
 def slots(gpus_per_job: int) -> list[dict[str, str]]:
     """Environment variables of the processes of each slot: one slot, or one for every `gpus_per_job` visible GPUs.
-
-    Raises UserError where fewer GPUs are visible.
-    """
+    Raises UserError where fewer GPUs are visible."""
     if gpus_per_job == 0:
         return [{}]
     import torch

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
 from rich.console import Console
 
+from algorithms.algorithm import Algorithm
+from algorithms.attention.backends.protocol import Backend
+from algorithms.engine.engine import Engine
+from algorithms.engine.request import Completion, EngineError, Request
+from algorithms.engine.session import StepReport
+from algorithms.models.loading import Target
+from algorithms.parallel.collectives import from_rank_0, parallel
 from algorithms.step.sampling_params import SamplingParams
 from experiments.app.conversation import Conversations
 from experiments.app.errors import user_errors
@@ -33,15 +41,7 @@ from experiments.tasks.decoding import (
     timed_rounds,
     warm_up,
 )
-
-if TYPE_CHECKING:
-    from algorithms.algorithm import Algorithm
-    from algorithms.attention.backends.protocol import Backend
-    from algorithms.engine.engine import Engine
-    from algorithms.engine.request import Completion, Request
-    from algorithms.engine.session import StepReport
-    from algorithms.models.loading import Target
-
+from specdec_kernels.launch import record_compilations
 
 SHORT_RUN_ROUNDS = 3
 LONGEST_SHORT_ROUND_MS = 8_000.0
@@ -50,10 +50,6 @@ LONGEST_SHORT_ROUND_MS = 8_000.0
 
 def agreed(number: int, device: str) -> int:
     """Rank 0's `number`, on every rank of a tensor-parallel run: their clocks differ."""
-    import torch
-
-    from algorithms.parallel.collectives import from_rank_0, parallel
-
     return int(from_rank_0([torch.tensor([number], device=device)])[0]) if parallel() else number
 
 
@@ -62,18 +58,13 @@ class Task:
 
     name: ClassVar[str]
     columns: ClassVar[Sequence[Column]]
-    objective: ClassVar[str]
-    """Key of the figure that a sweep maximises."""
+    objective: ClassVar[str]  # key of the figure that a sweep maximises
 
-    keeps_parts: ClassVar[bool] = True
-    """Whether a resumed run takes over requests of a decoding that was not finished."""
+    keeps_parts: ClassVar[bool] = True  # whether a resumed run takes over requests of a decoding that was not finished
 
-    folder: RunFolder
-    """The folder in which requests are recorded as they end; set before `measure` is called."""
-    tracker: Tracker = Tracker()
-    """Receives the speed of the run while it goes on."""
-    baselines: BaselineStore | None = None
-    """Decodings of the target alone that jobs of a sweep share."""
+    folder: RunFolder  # the folder in which requests are recorded as they end; set before `measure` is called
+    tracker: Tracker = Tracker()  # receives the speed of the run while it goes on
+    baselines: BaselineStore | None = None  # decodings of the target alone that jobs of a sweep share
 
     def __init__(self, plan: Plan, target: Target, console: Console) -> None:
         self.plan, self.target, self.console = plan, target, console
@@ -205,9 +196,6 @@ class Task:
         follow: Callable[[], Conversations | None],
     ) -> Decoded:
         """As `decode`, in this process; `follow` makes the later turns."""
-        from algorithms.engine.request import EngineError
-        from specdec_kernels.launch import record_compilations
-
         engine, algorithm, backend = self.engine_for(plan, target, algo, workload)
         ended = resumed.finished(self.folder, key) if self.folder.resumed and not key.round else {}
         rest = resumed.still_to_do(first, ended, conversations := follow())

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from algorithms.engine.request import Request
 from experiments.app.conversation import Conversations
 from experiments.app.identity import digest
 from experiments.app.locks import locked
@@ -23,9 +23,6 @@ from experiments.report.json_log import to_json
 from experiments.report.run_folder import write_whole
 from experiments.tasks.decoding import Decoded
 from experiments.tasks.resumed import Key, completions, decoding_entry, rebuilt, request_entry, still_to_do
-
-if TYPE_CHECKING:
-    from algorithms.engine.request import Request
 
 FOLDER = "baselines"
 

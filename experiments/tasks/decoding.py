@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from algorithms import load_algorithm, load_backend
+from algorithms.algorithm import Algorithm
+from algorithms.attention.backends.protocol import Backend
+from algorithms.engine.engine import Engine
+from algorithms.engine.request import Request
+from algorithms.engine.session import Generation
+from algorithms.models.loading import Target
+from algorithms.registry import available
+from algorithms.step.adaptive import StepCosts
+from algorithms.step.runner import buckets
+from algorithms.step.sampling_params import SamplingNeeds
 from experiments.app.errors import UserError, user_errors
 from experiments.app.plan import Plan, kv_dtype_of
 from experiments.app.step_times import read_step_times
@@ -14,14 +27,6 @@ from experiments.app.workload import Workload
 from experiments.report import summarize
 from experiments.report.metrics import MethodResult
 from experiments.tasks.numerical_tie import lossless
-
-if TYPE_CHECKING:
-    from algorithms.algorithm import Algorithm
-    from algorithms.attention.backends.protocol import Backend
-    from algorithms.engine.engine import Engine
-    from algorithms.engine.request import Request
-    from algorithms.engine.session import Generation
-    from algorithms.models.loading import Target
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -31,24 +36,17 @@ class Decoded:
     """One decoding of `requests` and what did it."""
 
     algo: str
-    config: dict[str, Any]
-    """Every setting of the algorithm."""
+    config: dict[str, Any]  # every setting of the algorithm
     requests: Sequence[Request]
-    generation: Generation
-    """All requests, those that ended before the run was resumed among them."""
-    timed: Generation
-    """The requests that its times are of."""
+    generation: Generation  # all requests, those that ended before the run was resumed among them
+    timed: Generation  # the requests that its times are of
     max_depth: int
     rule: str
     drafts_with_model: bool
-    attention: dict[str, str]
-    """Phase of the attention to what computed it."""
-    compiled: Sequence[str]
-    """Kernels that were compiled after the warm-up, one name per compilation."""
-    num_nodes: int
-    """Nodes verified per step, the root included."""
-    process: str = ""
-    """The process of the run whose clock the times are of; a run that is resumed has several."""
+    attention: dict[str, str]  # phase of the attention to what computed it
+    compiled: Sequence[str]  # kernels that were compiled after the warm-up, one name per compilation
+    num_nodes: int  # nodes verified per step, the root included
+    process: str = ""  # the process of the run whose clock the times are of; a run that is resumed has several
 
     @classmethod
     def by(cls, algo: Any, algorithm: Algorithm, backend: Any, **decoding: Any) -> Decoded:
@@ -77,26 +75,18 @@ class Decoded:
 
 def baseline_config() -> Any:
     """The configuration of autoregressive decoding."""
-    from algorithms.registry import available
-
     return available()[AUTOREGRESSIVE].Config()
 
 
 def warm_up_sizes(compiled: bool, max_batch: int) -> list[tuple[int, int]]:
-    """(requests, new tokens) of the decodings before the clock runs.
-
-    Kernels are compiled for powers of two of a batch, and prompts enter a running batch in any number. So every size is
-    prefilled once, and then several batches pass through.
-    """
-    from algorithms.step.runner import buckets
-
+    """(requests, new tokens) of the decodings before the clock runs. Kernels are compiled for powers of two of a batch,
+    and prompts enter a running batch in any number. So every size is prefilled once, and then several batches pass
+    through."""
     return [*((size, 2) for size in buckets(max_batch)), (4 * max_batch, 32)] if compiled else [(1, 2)]
 
 
 def warm_up(engine: Engine, plan: Plan, requests: Sequence[Request]) -> None:
     """Decode the beginnings of `requests`, so that compilation and first imports are no part of a step."""
-    from algorithms.step.sampling_params import SamplingNeeds
-
     # A few requests may need less than all of them, whose steps run other kernels.
     needs = SamplingNeeds.of(request.sampling for request in requests)
     for count, tokens in warm_up_sizes(plan.hardware.label == "triton", plan.config.runtime.max_batch):
@@ -105,10 +95,8 @@ def warm_up(engine: Engine, plan: Plan, requests: Sequence[Request]) -> None:
 
 
 def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[Engine, Algorithm, Backend]:
-    """An engine for the algorithm that `algo` configures, that algorithm, and its attention backend.
-
-    `longest` is the length of the longest request in tokens, prompt and output.
-    """
+    """An engine for the algorithm that `algo` configures, that algorithm, and its attention backend. `longest` is the
+    length of the longest request in tokens, prompt and output."""
     algorithm = make_algorithm(plan, target, algo)
     engine, backend = engine_of(plan, target, algorithm, longest)
     return engine, algorithm, backend
@@ -116,8 +104,6 @@ def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[En
 
 def make_algorithm(plan: Plan, target: Target, algo: Any) -> Algorithm:
     """The algorithm that `algo` configures, with its drafter."""
-    from algorithms import load_algorithm
-
     drafter = plan.config.model.drafter_of_method(algo)
     with _memory_errors(), user_errors(ValueError, OSError):
         return load_algorithm(algo, target, drafter)
@@ -125,10 +111,6 @@ def make_algorithm(plan: Plan, target: Target, algo: Any) -> Algorithm:
 
 def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) -> tuple[Engine, Backend]:
     """An engine for `algorithm`, and its attention backend; `longest` as in `make_engine`."""
-    from algorithms import load_backend
-    from algorithms.engine.engine import Engine
-    from algorithms.step.adaptive import StepCosts
-
     config, runtime, impl = plan.config, plan.config.runtime, plan.hardware.impl
     settings = replace(
         runtime,
@@ -154,8 +136,6 @@ def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) ->
 @contextmanager
 def _memory_errors() -> Iterator[None]:
     """Turn a failed allocation into a UserError; on the CPU that error has no type of its own."""
-    import torch
-
     cpu_messages = ("DefaultCPUAllocator", "Storage size calculation overflowed")
     try:
         yield
@@ -168,10 +148,8 @@ def _memory_errors() -> Iterator[None]:
 
 
 def timed_rounds(rounds: Mapping[str, Sequence[Decoded]]) -> list[int]:
-    """The rounds that times are taken from: those that one process decoded whole, for every method in `rounds`.
-
-    Of several processes of a resumed run, the one with the most such rounds counts, of equals the latest.
-    """
+    """The rounds that times are taken from: those that one process decoded whole, for every method in `rounds`. Of
+    several processes of a resumed run, the one with the most such rounds counts, of equals the latest."""
     found: dict[str, list[int]] = {}
     for number, of_methods in enumerate(zip(*rounds.values(), strict=True)):
         processes = {decoded.process for decoded in of_methods}
@@ -190,10 +168,8 @@ def method_result(
     deterministic: bool = False,
 ) -> MethodResult:
     """The result of one method on one prompt set; `baseline` is the result and decoding that it is compared with.
-
     Outputs are those of the first of `rounds`, times those of the rounds `timed`. `target` computes the logits where
-    two outputs of a request differ.
-    """
+    two outputs of a request differ."""
     decoded, generation = rounds[0], rounds[0].generation
     completions = generation.completions
     first = [completion.token_ids for completion in completions]

@@ -7,27 +7,20 @@ many seeds are counted, and Pearson's chi-square test compares the counts with t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from algorithms.engine.request import Request
-    from algorithms.models.loading import Target
+from algorithms.engine.request import Request
+from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.loading import Target
 
-TOP_K = 8
-"""The test samples from this many tokens, so that its cells are few and well filled."""
-MIN_CELLS, MIN_EXPECTED = 8, 5
-"""Cells that a test should have, and draws that a cell must expect to be tested alone."""
+TOP_K = 8  # the test samples from this many tokens, so that its cells are few and well filled
+MIN_CELLS, MIN_EXPECTED = 8, 5  # cells that a test should have, and draws that a cell must expect to be tested alone
 Outcome = tuple[int, ...]
 
 
 def next_logits(target: Target, tokens: Sequence[int]) -> torch.Tensor:
     """[V] float32 logits of the token after `tokens`, from a forward without a cache."""
-    import torch
-
-    from algorithms.models.dense_mixer import DenseMixer
-
     model = target.model
     device = model.model.norm.weight.device
     with torch.inference_mode():
@@ -69,11 +62,9 @@ def filled_cells(chances: Iterable[float], draws: int) -> int:
 
 
 def chi_square_p(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float]) -> float:
-    """Pearson's test, with the cells that expect fewer than five draws pooled; 0 for an impossible draw.
-
-    A pool that expects less than one draw is no cell. Poisson's tail judges a surplus in it instead, and the smaller of
-    the two chances counts twice (Bonferroni).
-    """
+    """Pearson's test, with the cells that expect fewer than five draws pooled; 0 for an impossible draw. A pool that
+    expects less than one draw is no cell. Poisson's tail judges a surplus in it instead, and the smaller of the two
+    chances counts twice (Bonferroni)."""
     if any(outcome not in distribution for outcome in counts):
         return 0.0
     draws = sum(counts.values())
@@ -87,8 +78,6 @@ def chi_square_p(counts: Mapping[Outcome, int], distribution: Mapping[Outcome, f
 
 def pearson_p(cells: Sequence[tuple[float, int]]) -> float:
     """Chance of cells, as pairs of expected and observed draws, that fit no better; 1 for fewer than two."""
-    import torch
-
     if len(cells) < 2:
         return 1.0
     statistic, freedom = sum((o - e) ** 2 / e for e, o in cells), len(cells) - 1
@@ -98,8 +87,6 @@ def pearson_p(cells: Sequence[tuple[float, int]]) -> float:
 
 def at_least_p(observed: int, expected: float) -> float:
     """Chance that a Poisson variable of mean `expected` reaches `observed`."""
-    import torch
-
     if observed == 0:
         return 1.0
     reached, mean = (torch.tensor(value, dtype=torch.float64) for value in (float(observed), expected))

@@ -13,6 +13,9 @@ from typing import Annotated, TypedDict
 import torch
 from safetensors.torch import save
 
+from algorithms.attention.memory import PagedMemory
+from algorithms.engine.request import EngineError
+from algorithms.parallel.collectives import join_columns, parallel
 from experiments.app.errors import UserError, user_errors
 from experiments.report.run_folder import KV_SCALES
 from experiments.report.tables import Metric, Result, columns
@@ -61,22 +64,12 @@ class KVScales(Task):
     def label(self, result: Result) -> str:
         return f"layer {result['layer']}"
 
-    def warnings(self, results: Sequence[Result]) -> list[str]:
-        return []
-
-    def failures(self, results: Sequence[Result]) -> list[str]:
-        return []
-
     def show(self, results: Sequence[Result]) -> None:
         found = self.folder.path / KV_SCALES
         self.console.print(f"use it by runtime.kv_dtype=fp8_e4m3 runtime.kv_scales={found}", soft_wrap=True)
 
     def _largest(self) -> tuple[torch.Tensor, int]:
         """Largest magnitudes [layers, 2, H_kv] float32 of keys and values, and the number of stored tokens."""
-        from algorithms.attention.memory import PagedMemory
-        from algorithms.engine.request import EngineError
-        from algorithms.parallel.collectives import join_columns, parallel
-
         (workload,) = self.plan.workloads
         engine, _, _ = make_engine(self.plan, self.target, baseline_config(), workload.max_length)
         if not isinstance(engine.parts.memory, PagedMemory):

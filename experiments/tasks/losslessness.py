@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
-from algorithms.engine.request import Request
+from algorithms.engine.request import Completion, Request
+from algorithms.models.loading import Target
 from algorithms.step.sampling_params import SamplingParams
 from experiments.app.hardware import INTERPRETER
 from experiments.app.plan import Plan
@@ -33,16 +34,9 @@ from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded, baseline_config
 from experiments.tasks.distribution import TOP_K, chi_square_p, filled_cells, testable_distribution
 from experiments.tasks.numerical_tie import lossless
 
-if TYPE_CHECKING:
-    from algorithms.engine.request import Completion
-    from algorithms.models.loading import Target
-
-ALPHA = 1e-6
-"""A distribution test with a smaller p fails the run."""
-CHUNKS = (1, 24)
-"""Prompt tokens between two steps, in addition to the run's own number."""
-SEED_STEP = 7919
-"""Distance between the seeds of two turns."""
+ALPHA = 1e-6  # a distribution test with a smaller p fails the run
+CHUNKS = (1, 24)  # prompt tokens between two steps, in addition to the run's own number
+SEED_STEP = 7919  # distance between the seeds of two turns
 
 
 def _identical(result: Result | None) -> str:
@@ -239,9 +233,7 @@ class BackendChecks:
 
     def _requests(self, turn: int) -> list[Request]:
         """Greedy and sampled requests, interleaved, which change places from turn to turn, with seeds of their turn.
-
-        After one turn per size everything is sampled.
-        """
+        After one turn per size everything is sampled."""
         return [
             r.with_sampling(
                 temperature=self._settings.temperature if (r.id + turn) % 2 or turn >= len(self._sizes) else 0.0,
@@ -275,9 +267,7 @@ class BackendChecks:
 
     def _low_precision(self, algo: Any) -> dict[str, Any] | None:
         """Greedy decoding in the low precision: requests that differ, and the gap of logits at the first difference.
-
-        None in Triton's interpreter, which computes that precision wrongly.
-        """
+        None in Triton's interpreter, which computes that precision wrongly."""
         if self._plan.hardware.label == INTERPRETER:
             return None
         requests, plain = self._low_baseline.requests, self._low_baseline.generation.completions

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from algorithms.engine.grammar import Grammars
+from algorithms.engine.request import Completion, Request
+from algorithms.models.loading import Target
+from algorithms.step.batch import PenaltyState
+from algorithms.step.sampling_params import SamplingParams
 from experiments.report import summarize
 from experiments.report.metrics import Lossless
 from experiments.report.summarize import Look
 from experiments.tasks.distribution import next_logits
-
-if TYPE_CHECKING:
-    import torch
-
-    from algorithms.engine.grammar import Grammars
-    from algorithms.engine.request import Completion, Request
-    from algorithms.models.loading import Target
-    from algorithms.step.sampling_params import SamplingParams
+from specdec_kernels import apply_penalties, mask_tokens
+from specdec_kernels.sampling import SamplingTensors, philox_uniform, row_distribution
 
 ROUNDINGS = {"float32": 64, "float16": 8, "bfloat16": 8}
 """Rounding errors of the largest logit that two computations may be apart. Sums are taken in float32: so float32 adds
@@ -60,8 +61,6 @@ def look_at(
     """
 
     def look(index: int, found: Mapping[str, Any]) -> dict[str, Any]:
-        import torch
-
         request, output = requests[index], baseline[index].token_ids[: found["position"]]
         tokens = [found["token"], found["baseline_token"]]
         if any(token is None or not 0 <= token < target.config.vocab_size for token in tokens):
@@ -86,18 +85,14 @@ def look_at(
 
 def ties_possible(target: Target, requests: Sequence[Request], deterministic: bool) -> bool:
     """Whether a difference in one of `requests` may be a numerical tie; see `look_at`."""
-    import torch
-
     sampled = all(request.sampling.temperature > 0 for request in requests)
     return not deterministic and not (sampled and target.dtype != torch.float32)
 
 
 def moved_borders(error: float, temperature: float) -> float:
-    """How far logits that are off by `error` can move a border of the cumulative distribution.
-
-    The odds of the tokens below a border change by exp(2 error / temperature) at most. A share x of odds y then becomes
-    xy / (1 - x + xy), which is at most (sqrt(y) - 1) / (sqrt(y) + 1) from x.
-    """
+    """How far logits that are off by `error` can move a border of the cumulative distribution. The odds of the tokens
+    below a border change by exp(2 error / temperature) at most. A share x of odds y then becomes xy / (1 - x + xy),
+    which is at most (sqrt(y) - 1) / (sqrt(y) + 1) from x."""
     return math.tanh(error / (2 * temperature))
 
 
@@ -105,14 +100,8 @@ def distance_of_uniform(
     logits: torch.Tensor, request: Request, num_output: int, tokens: Sequence[int], error: float = 0.0
 ) -> float:
     """The largest distance of the request's uniform from the intervals of `tokens` in the cumulative distribution of
-    `logits` [V] under the request's temperature and filters; infinite where a filter removes one.
-
-    Each token has the nearest of its intervals under the filters that logits off by `error` may meet.
-    """
-    import torch
-
-    from specdec_kernels.sampling import philox_uniform
-
+    `logits` [V] under the request's temperature and filters; infinite where a filter removes one. Each token has the
+    nearest of its intervals under the filters that logits off by `error` may meet."""
     position = torch.tensor([len(request.prompt_ids) + num_output - 1])
     place = float(philox_uniform(torch.tensor([request.sampling.seed]), position))
     distances = []
@@ -131,9 +120,6 @@ def distance_of_uniform(
 def _filtered(logits: torch.Tensor, params: SamplingParams, error: float) -> list[torch.Tensor]:
     """Weights [V] of `logits` [V] under the filters of `params`; where `error` may change what they keep, also with as
     much, and with as little, as they may keep then."""
-    import torch
-
-    from specdec_kernels.sampling import SamplingTensors, row_distribution
 
     def kept(top_k: int, top_p: float, min_p: float) -> torch.Tensor:
         temperature, p, m = torch.tensor([[params.temperature], [top_p], [min_p]], device=logits.device)
@@ -157,11 +143,6 @@ def _filtered(logits: torch.Tensor, params: SamplingParams, error: float) -> lis
 def penalised(logits: torch.Tensor, request: Request, output: Sequence[int]) -> torch.Tensor:
     """[V] `logits` of the token after `output`, with the penalties and biases of `request`; -inf at the tokens that it
     forbids."""
-    import torch
-
-    from algorithms.step.batch import PenaltyState
-    from specdec_kernels import apply_penalties
-
     changed, vocab, device = logits.clone(), logits.shape[0], logits.device
     if request.sampling.penalised:
         state = PenaltyState(1, vocab, device)
@@ -180,10 +161,6 @@ def penalised(logits: torch.Tensor, request: Request, output: Sequence[int]) -> 
 
 
 def _in_grammar(logits: torch.Tensor, request: Request, output: Sequence[int], grammars: Grammars) -> torch.Tensor:
-    import torch
-
-    from specdec_kernels import mask_tokens
-
     matcher = grammars.matcher(request.sampling.grammar, request.ends)
     matcher.follow(output)
     masked, constrained = logits[None, None].clone(), torch.ones(1, dtype=torch.int32, device=logits.device)

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rich.console import Console
 
+from algorithms.algorithm import Algorithm
+from algorithms.attention.backends.protocol import Backend
+from algorithms.engine.engine import Engine
+from algorithms.engine.request import Request
 from algorithms.frontend import SEED_STRIDE
+from algorithms.models.loading import Target
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
 from experiments.report.html_page import section
@@ -26,17 +31,9 @@ from experiments.tasks.compare import Compare
 from experiments.tasks.decoding import AUTOREGRESSIVE, make_engine
 from experiments.tasks.throughput import at_concurrency
 
-if TYPE_CHECKING:
-    from algorithms.algorithm import Algorithm
-    from algorithms.attention.backends.protocol import Backend
-    from algorithms.engine.engine import Engine
-    from algorithms.engine.request import Request
-    from algorithms.models.loading import Target
-
 SPEEDUP, TOKENS = Figure("speedup", unit="×"), Figure("tokens/step")
 ACCEPTANCE, RATE = Figure("acceptance", 0, "%"), Figure("tokens/s", 0)
-POSITIONS = 8
-"""Draft positions that the tables of acceptance show."""
+POSITIONS = 8  # draft positions that the tables of acceptance show
 
 
 class PaperResult(MethodResult):

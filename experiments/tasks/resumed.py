@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from algorithms.engine.request import Completion, Request
+from algorithms.engine.session import Generation
+from algorithms.step.runner import GraphReport
 from experiments.app.conversation import Conversations
 from experiments.report.run_folder import RunFolder
 from experiments.tasks.decoding import Decoded
 
-if TYPE_CHECKING:
-    from algorithms.engine.request import Completion, Request
-
-NOT_KEPT = ("requests", "generation", "timed")
-"""Fields of `Decoded` that are put together from elsewhere."""
+NOT_KEPT = ("requests", "generation", "timed")  # fields of `Decoded` that are put together from elsewhere
 
 
 class Key(NamedTuple):
@@ -50,17 +49,12 @@ def decoding_entry(key: Key, decoded: Decoded) -> dict[str, Any]:
 
 def completions(entries: Iterable[Mapping[str, Any]]) -> dict[int, Completion]:
     """The requests of `request_entry`, by number."""
-    from algorithms.engine.request import Completion
-
     names = {item.name for item in fields(Completion)} - {"request_id"}
     return {e["id"]: Completion(e["id"], **{name: e[name] for name in names if name in e}) for e in entries}
 
 
 def rebuilt(entry: Mapping[str, Any], done: Mapping[int, Completion], requests: Sequence[Request]) -> Decoded:
     """The decoding of `decoding_entry`, whose `requests` ended as `done`."""
-    from algorithms.engine.session import Generation
-    from algorithms.step.runner import GraphReport
-
     figures = {f.name: entry[f.name] for f in fields(Decoded) if f.name in entry and f.name not in NOT_KEPT}
     ended, seen, times = [done[request.id] for request in requests], set(entry["timed_requests"]), entry["times"]
     graphs: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in times["graphs"].items()}

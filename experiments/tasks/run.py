@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from experiments.report.tables import Result
     from experiments.tasks.base import Task
 
-OWN_KEYS = ("name", "task", "objective", "failures", "rows")
-"""Keys of a summary that are no conditions of the run."""
+OWN_KEYS = ("name", "task", "objective", "failures", "rows")  # keys of a summary that are no conditions of the run
 
 
 def command(typed: Sequence[str]) -> str:
@@ -38,10 +37,8 @@ def own_name(overrides: Sequence[str]) -> str:
 
 
 def run_task(config: RunConfig, composed: DictConfig) -> float:
-    """Run the configured task. Returns the figure that a sweep maximises.
-
-    Raises NotLossless, after everything is written and shown, where outputs are wrong.
-    """
+    """Run the configured task. Returns the figure that a sweep maximises. Raises NotLossless, after everything is
+    written and shown, where outputs are wrong."""
     from experiments.app.distributed import output_folder
     from experiments.app.errors import NotLossless
     from experiments.app.plan import resolve

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+from algorithms.engine.request import Completion, Request
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
 from experiments.report.html_page import section
@@ -21,9 +21,6 @@ from experiments.report.plots import Series, chart
 from experiments.report.summarize import quantiles
 from experiments.report.tables import Result
 from experiments.tasks.base import Task
-
-if TYPE_CHECKING:
-    from algorithms.engine.request import Completion, Request
 
 
 class Throughput(Task):
@@ -91,10 +88,8 @@ def repeated(requests: Sequence[Request], count: int) -> list[Request]:
 
 
 def inter_token_ms(completions: Sequence[Completion]) -> list[float]:
-    """One figure per token after the first step's: the time since the step before over the tokens of the step.
-
-    Tokens past the end of a request do not count.
-    """
+    """One figure per token after the first step's: the time since the step before over the tokens of the step. Tokens
+    past the end of a request do not count."""
     found: list[float] = []
     for completion in completions:
         given = [accepted + 1 for accepted in completion.accepted_counts]

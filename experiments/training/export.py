@@ -16,8 +16,7 @@ from experiments.app.atomic_write import whole_file
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 SUMMARY_FILE = "training_summary.json"
-NOT_A_LOSS = ("step", "tokens", "elapsed_s")
-"""Prefixes of columns that are no losses."""
+NOT_A_LOSS = ("step", "tokens", "elapsed_s")  # prefixes of columns that are no losses
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -26,10 +25,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def export_weights(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
-    """Write `config.json` and `model.safetensors` into `folder`; the weights appear in one move.
-
-    Weights are rounded to bfloat16. Integer and boolean buffers keep their dtype.
-    """
+    """Write `config.json` and `model.safetensors` into `folder`; the weights appear in one move. Weights are rounded to
+    bfloat16. Integer and boolean buffers keep their dtype."""
     write_json(folder / CONFIG_FILE, config)
     tensors = {
         name: (tensor.bfloat16() if tensor.is_floating_point() else tensor).detach().cpu().contiguous()

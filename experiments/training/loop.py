@@ -27,23 +27,18 @@ from specdec_kernels.checks import expect_at_least, expect_between
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 LOG = "training.jsonl"
-COUNTERS = ("step", "tokens", "elapsed_s", "best", "rows")
-"""Attributes of the trainer in a checkpoint."""
+COUNTERS = ("step", "tokens", "elapsed_s", "best", "rows")  # attributes of the trainer in a checkpoint
 # Time in which the process or the machine was suspended does not count as training time.
 LONGEST_STEP_S = 60.0
-LONGEST_SILENCE_S = 60.0
-"""Longest time without a line of the log."""
+LONGEST_SILENCE_S = 60.0  # longest time without a line of the log
 PRINT_INTERVAL_S = 15.0
 
 
 @dataclass
 class TrainSettings:
-    """Settings of every objective under `train`.
-
-    `device` auto is a GPU where there is one. `threads` null keeps the choice of `experiments.app.cpu_threads`.
-    `autocast` computes in bfloat16 on float32 weights. Held-out figures are taken every `eval_every_steps` steps, and
-    every `eval_every_minutes` if given.
-    """
+    """Settings of every objective under `train`. `device` auto is a GPU where there is one. `threads` null keeps the
+    choice of `experiments.app.cpu_threads`. `autocast` computes in bfloat16 on float32 weights. Held-out figures are
+    taken every `eval_every_steps` steps, and every `eval_every_minutes` if given."""
 
     minutes: float | None = 45.0
     steps: int | None = None
@@ -132,11 +127,9 @@ def schedule(progress: float, settings: TrainSettings) -> float:
 
 
 class Trainer:
-    """Runs `loss_of(number, progress)` over batch numbers 0, 1, … until the budget is spent.
-
-    `progress` is the share spent. `loss_of` returns the loss and its number of tokens; `evaluate` returns held-out
-    figures, and `score` reduces them to one, the lower the better, or None to keep the last model.
-    """
+    """Runs `loss_of(number, progress)` over batch numbers 0, 1, … until the budget is spent. `progress` is the share
+    spent. `loss_of` returns the loss and its number of tokens; `evaluate` returns held-out figures, and `score` reduces
+    them to one, the lower the better, or None to keep the last model."""
 
     def __init__(
         self,

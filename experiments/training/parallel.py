@@ -23,11 +23,9 @@ LONGEST_WAIT = timedelta(hours=1)
 
 
 class Replicas:
-    """The processes of one run; without torchrun there is one.
-
-    They do not use torch's default process group: its members share a target, and the engine would split each request
-    over them (`algorithms/parallel/collectives.py`), while every process here serves requests of its own.
-    """
+    """The processes of one run; without torchrun there is one. They do not use torch's default process group: its
+    members share a target, and the engine would split each request over them (`algorithms/parallel/collectives.py`),
+    while every process here serves requests of its own."""
 
     def __init__(
         self, rank: int = 0, world: int = 1, group: Any = None, store: Any = None, device: str = "cpu"

@@ -300,7 +300,7 @@ class _WindowTile(NamedTuple):
     most_keys: int
 
 
-# (chip, head_dim, rows, bytes of a key's element), as measured, see `docs/decisions/attention_windows.md`.
+# (chip, head_dim, rows, bytes of a key's element), as measured, see `docs/decisions/attention_splits.md`.
 _WINDOW_TILES = {
     ("sm90", 128, 16, 2): _WindowTile(32, 3, 64, 4096),
     ("sm90", 128, 32, 2): _WindowTile(32, 3, 0, 128),

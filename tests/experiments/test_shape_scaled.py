@@ -20,10 +20,24 @@ from algorithms.models.tokenizer import Tokenizer
 from algorithms.standalone import Standalone
 from algorithms.step.sampling_params import SamplingParams
 from experiments.app.schema import REPO_ROOT
-from experiments.studies.shape_scaled import ROUTINGS, SHAPES, Shape, ShapeScaledConfig, ShapeScaler, write_family
+from experiments.studies.shape_scaled import (
+    ROUTINGS,
+    SHAPES,
+    ExpertShape,
+    Family,
+    Shape,
+    ShapeScaledConfig,
+    ShapeScaler,
+    write_family,
+)
 from tests.algorithms.toy import Setup, run
 
 SMALL = REPO_ROOT / "assets/tiny"
+# Every dimension is larger than the tiny family's, none by the same factor.
+OWN = Family(
+    Shape(320, 832, 8, 9, 3, 128, 2304), Shape(192, 320, 5, 6, 2, 128, 2304), 4, 5, 1664, max_position_embeddings=1024
+)
+SHAPES |= {"test": OWN, "test_experts": replace(OWN, experts=ExpertShape(6, 2, 800))}
 PROMPTS = ("Mia has 12 apples and buys 7 more. How many apples does she have?", "def add(a, b):")
 
 
@@ -81,7 +95,7 @@ def test_the_folders_have_the_named_sizes(large: Path) -> None:
     for layer in model.model.layers:
         if isinstance(layer.mlp, Experts):
             check_experts(layer.mlp)
-    first, last = (projections(model.model.layers[index].mlp) for index in (0, family.target.num_layers - 1))
+    first, last = (projections(model.model.layers[index].mlp) for index in (0, family.target.num_hidden_layers - 1))
     assert last[0].std() > 0 and not last[1].any()
     small = Shape.of(json.loads((SMALL / "target/config.json").read_text()))
     live = first[1]
@@ -146,7 +160,7 @@ def test_the_tiny_family_fits_every_shape(name: str) -> None:
         small = Shape.of(json.loads((SMALL / folder / "config.json").read_text()))
         scaler = ShapeScaler(small, shape, 1e-6, torch.bfloat16, torch.device("cpu"), generator)
         places = scaler.query_heads()
-        assert len(set(places)) == small.num_heads and max(places) < shape.num_heads
+        assert len(set(places)) == small.num_attention_heads and max(places) < shape.num_attention_heads
         assert 0 < scaler.large_eps < 1e-6
 
 

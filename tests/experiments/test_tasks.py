@@ -23,14 +23,13 @@ from safetensors.torch import load_file
 
 from algorithms.attention.memory import PagedMemory
 from algorithms.engine.request import Completion, Request
-from algorithms.parallel import collectives
 from experiments.app.hardware import Hardware
 from experiments.app.task_schema import LosslessnessTask
 from experiments.report.checks import LOW_ACCEPTANCE
 from experiments.report.html_page import render
 from experiments.report.plots import Series, chart
 from experiments.report.tables import Column, Metric, console_table, csv_text, markdown
-from experiments.tasks import distribution, kv_scales, numerical_tie
+from experiments.tasks import base, distribution, kv_scales, numerical_tie
 from experiments.tasks.base import Task, agreed
 from experiments.tasks.compare import Compare
 from experiments.tasks.graph_ablation import GraphAblation, level_note
@@ -558,8 +557,8 @@ def test_scales_are_of_every_batch_and_of_every_rank(run: Run, tmp_path: Path, m
     data = ["task=kv_scales", "data=jsonl", "runtime.max_batch=1", "sampling.max_new_tokens=2"]
     found = [run(*data, f"data.path={tmp_path / name}").results for name in ("prompts.jsonl", "swapped.jsonl")]
     assert found[0] == found[1], "the largest of all batches does not depend on their order"
-    monkeypatch.setattr(collectives, "parallel", lambda: True)
-    monkeypatch.setattr(collectives, "join_columns", lambda part: torch.cat([part, 2 * part], -1))
+    monkeypatch.setattr(kv_scales, "parallel", lambda: True)
+    monkeypatch.setattr(kv_scales, "join_columns", lambda part: torch.cat([part, 2 * part], -1))
     engine = SimpleNamespace(
         parts=SimpleNamespace(memory=PagedMemory(SimpleNamespace(kv=torch.ones(2, 2, 1, 1, 3, 1)), None)),  # type: ignore[arg-type]
         generate=lambda requests, on_end: SimpleNamespace(completions=[]),
@@ -576,6 +575,6 @@ def test_scales_are_of_every_batch_and_of_every_rank(run: Run, tmp_path: Path, m
 def test_ranks_agree_on_the_number_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their clocks differ, and a rank that decodes one round more would wait for ever."""
     assert agreed(1, "cpu") == 1
-    monkeypatch.setattr(collectives, "parallel", lambda: True)
-    monkeypatch.setattr(collectives, "from_rank_0", lambda tensors: [torch.full_like(each, 3) for each in tensors])
+    monkeypatch.setattr(base, "parallel", lambda: True)
+    monkeypatch.setattr(base, "from_rank_0", lambda tensors: [torch.full_like(each, 3) for each in tensors])
     assert agreed(1, "cpu") == 3

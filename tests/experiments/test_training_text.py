@@ -15,6 +15,7 @@ import torch
 from algorithms.models.folder import ModelError
 from algorithms.models.loading import Target, load_target
 from algorithms.models.tokenizer import Tokenizer
+from experiments.app.locks import locked
 from experiments.app.schema import REPO_ROOT
 from experiments.training.batches import Continuation, Text
 from experiments.training.objectives.dflash import mask_token
@@ -23,7 +24,7 @@ from experiments.training.served import Writer
 from experiments.training.text import source as source_module
 from experiments.training.text.prompts import TRAINING, VALIDATION, open_prompts, stop_ids, user_turn
 from experiments.training.text.settings import KindSettings, TextSettings
-from experiments.training.text.source import TextSource, claim
+from experiments.training.text.source import TextSource
 
 TINY = REPO_ROOT / "assets" / "tiny" / "target"
 
@@ -67,27 +68,27 @@ def test_tokens_take_16_bits_only_where_these_number_the_vocabulary(
     assert sequences_of(joined) == sequences * 2 and joined.num_answer_tokens == 2 * (1 + 4)
 
 
-def _hold(path: Path, held: Any, done: Any) -> None:
-    with claim(path) as mine:
+def _hold(lock: Path, held: Any, done: Any) -> None:
+    with locked(lock) as mine:
         held.put(mine)
         done.get()
 
 
-def test_a_shard_belongs_to_one_program(tmp_path: Path) -> None:
-    context, path = multiprocessing.get_context("fork"), tmp_path / "00.safetensors"
+def test_a_shard_belongs_to_one_program(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = TextSource(target, _settings(tmp_path))
+    monkeypatch.setattr(source, "_conversed", lambda *_: [])
+    (kind, name), *_ = source._shards()
+    file, context = source._file(kind, name), multiprocessing.get_context("fork")
     held, done = context.Queue(), context.Queue()
-    other = context.Process(target=_hold, args=(path, held, done))
+    other = context.Process(target=_hold, args=(file.with_suffix(".lock"), held, done))
     other.start()
     assert held.get(timeout=30) is True
-    with claim(path) as mine:
-        assert not mine
+    assert not source._provide(kind, name, wait=False)
     done.put(None)
     other.join()
-    with claim(path, wait=True) as mine:
-        assert mine, "the program that held it ended without writing it"
-        Text.of([], 100).write(path)
-    with claim(path, wait=True) as mine:
-        assert not mine
+    assert source._provide(kind, name, wait=True), "the program that held it ended without writing it"
+    written = file.stat().st_mtime_ns
+    assert source._provide(kind, name, wait=True) and file.stat().st_mtime_ns == written
 
 
 def test_interrupted_and_continued_text_equals_uninterrupted(

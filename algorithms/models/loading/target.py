@@ -11,7 +11,6 @@ import torch
 
 from algorithms.models.architectures import ARCHITECTURES, find_architecture
 from algorithms.models.config import DecoderConfig
-from algorithms.models.config_keys import nested
 from algorithms.models.decoder import Decoder
 from algorithms.models.experts.config import ExpertsConfig
 from algorithms.models.folder import ModelError, read_json, resolve_folder
@@ -24,15 +23,9 @@ from algorithms.models.tokenizer import TOKENIZER_FILE, Tokenizer
 CONFIG_FILE = "config.json"
 NEUTRAL = {"logit_scale": 1.0, "output_multiplier": 1.0, "input_embedding_scale": 1.0, "is_neox_style": True}
 FOREIGN = (
-    "is_neox_style",
-    "logit_scale",
-    "parallel_drafting",
-    "pard_token",
-    "ptd_token_id",
-    "speculators_config",
-    "speculators_model_type",
-    "transformer_layer_config",
-)
+    "is_neox_style", "logit_scale", "parallel_drafting", "pard_token", "ptd_token_id", "speculators_config",
+    "speculators_model_type", "transformer_layer_config",
+)  # fmt: skip
 """Keys by which other families of drafters say how they are to be read."""
 OTHER_DRAFTER = "use the drafter that was trained for this target, or the target it was trained for"
 
@@ -47,8 +40,7 @@ class TargetFolder:
     path: Path
     origin: str | None = field(default=None, kw_only=True)
     """How the published weights were changed, such as `dequantised Q4_1`: `weights_origin` in `config.json`."""
-    weight_format: WeightFormat | None = field(default=None, kw_only=True)
-    """Of weights that are stored in float8."""
+    weight_format: WeightFormat | None = field(default=None, kw_only=True)  # of weights that are stored in float8
 
 
 @dataclass(frozen=True)
@@ -70,11 +62,9 @@ class Target(TargetFolder):
 def load_target(
     path: str | Path | TargetFolder, device: torch.device | str, dtype: torch.dtype, weight_dtype: str = "auto"
 ) -> Target:
-    """Load a language model's folder or hub name for inference; ModelError where it cannot serve.
-
-    `weight_dtype` as `runtime.weight_dtype`: fp8 and fp8_w8a16 quantise the projections of the layers to float8 in
-    blocks, unless they are stored in float8; auto leaves them as they are stored.
-    """
+    """Load a language model's folder or hub name for inference; ModelError where it cannot serve. `weight_dtype` as
+    `runtime.weight_dtype`: fp8 and fp8_w8a16 quantise the projections of the layers to float8 in blocks, unless they
+    are stored in float8; auto leaves them as they are stored."""
     found = path if isinstance(path, TargetFolder) else read_target(path)
     check_weight_dtype(found, weight_dtype)
     with torch.device("meta"):
@@ -212,11 +202,6 @@ def check_tokenizer(folder: Path, target_folder: Path) -> None:
             actual=f"{actual.size} tokens, sha256 {actual.fingerprint[:16]}",
             fix=OTHER_DRAFTER,
         )
-
-
-def read_entries(folder: Path, raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """`raw` with the entries of the mapping under `key`, which win over its own."""
-    return parse_config(folder, raw, lambda config: {**config, **nested(config, key)})
 
 
 def refuse_extensions(folder: Path, kind: str, entries: Mapping[str, Any], unsupported: tuple[str, ...]) -> None:

@@ -19,8 +19,7 @@ class Drafts:
     """The drafts of one drafter for one output of n tokens: entry i is of a step that begins where i are committed."""
 
     accepted: list[int]
-    ran_out: list[bool]
-    """Whether the accepted path ends where nothing is drafted, or where the output ends."""
+    ran_out: list[bool]  # whether the accepted path ends where nothing is drafted, or where the output ends
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,8 @@ class Step:
 
 def steps_of(choices: Sequence[Drafts], costs: Sequence[float]) -> list[Step]:
     """The cheapest steps that produce one output, each by one of the drafters `choices`, whose steps cost `costs`.
-
-    Dynamic programming from the end of the output; of equally cheap choices the one that accepts more, then the first.
-    """
+    Dynamic programming from the end of the output; of equally cheap choices the one that accepts more, then the
+    first."""
     length = len(choices[0].accepted)
     total, taken = [0.0] * (length + 1), [0] * length
     for start in reversed(range(length)):

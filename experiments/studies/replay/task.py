@@ -11,20 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from algorithms.algorithm import Algorithm
 from experiments.app.errors import UserError, user_errors
 from experiments.app.step_times import StepTimes, read_step_times
 from experiments.report.html_page import acceptance_lines, section
 from experiments.report.metrics import AcceptanceFigures
 from experiments.report.tables import DASH, Metric, Result, columns, figure
-from experiments.studies.replay.score import Recorded, read_trace, score
+from experiments.studies.replay.recorder import Recorded, read_trace, score
 from experiments.studies.replay.steps import Drafts, all_steps, engine_steps, perfect, summary
 from experiments.tasks.base import Task
 from experiments.tasks.decoding import AUTOREGRESSIVE, baseline_config, make_algorithm
-
-if TYPE_CHECKING:
-    from algorithms.algorithm import Algorithm
 
 COST_FILE = "cost.json"
 
@@ -59,8 +57,7 @@ class Candidate:
 
     label: str
     kind: str
-    drafts: list[Drafts]
-    """One entry per output."""
+    drafts: list[Drafts]  # one entry per output
     max_depth: int
     num_nodes: int
 
@@ -178,10 +175,8 @@ class Replay(Task):
         return {"tokens_per_s": num_tokens * 1e3 / (steps * step_ms), "step_ms": step_ms}
 
     def _oracle(self, singles: Sequence[Candidate]) -> ReplayResult:
-        """The cheapest choice of one method, or of none, for each step, with knowledge of what follows.
-
-        Without times a step of every method costs the same; tokens per step are always of that choice.
-        """
+        """The cheapest choice of one method, or of none, for each step, with knowledge of what follows. Without times a
+        step of every method costs the same; tokens per step are always of that choice."""
         predicted: dict[str, dict[str, float | None]] = {}
         for batch in self._times.batches if self._times else []:
             assert self._times is not None
@@ -205,9 +200,6 @@ class Replay(Task):
         if missing:
             notes.append(f"task.cost has no time of a step at every batch for {', '.join(missing)}")
         return [*notes, *self._notes]
-
-    def failures(self, results: Sequence[Result]) -> list[str]:
-        return []
 
     def best(self, results: Sequence[Result]) -> Result:
         return super().best([result for result in results if result["kind"] == "method"])

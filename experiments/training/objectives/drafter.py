@@ -32,8 +32,7 @@ from specdec_kernels.checks import expect_at_least
 
 FEATURE_WEIGHT, MASK_FEATURE = "fc.weight", "mask_hidden"
 """The weight that reads captured features, in drafters that read any, and a trained one."""
-SMALLEST_SHARE = 0.1
-"""The smallest scale of a channel, as a share of its layer's median."""
+SMALLEST_SHARE = 0.1  # the smallest scale of a channel, as a share of its layer's median
 
 
 @dataclass
@@ -135,9 +134,7 @@ def leading_hits(hits: Tensor) -> Tensor:
 
 def num_steps(leading: Sequence[int], start: int, length: int, draft_len: int) -> int:
     """Decoding steps of a continuation at `start` … `length` - 1, with `leading[r]` right drafts after position r.
-
-    Greedy output does not depend on the drafts, so decoding visits r = start - 1, r + accepted(r) + 1, and so on.
-    """
+    Greedy output does not depend on the drafts, so decoding visits r = start - 1, r + accepted(r) + 1, and so on."""
     last, steps = start - 1, 0
     while last < length - 1:
         last, steps = last + min(leading[last], draft_len) + 1, steps + 1
@@ -147,10 +144,8 @@ def num_steps(leading: Sequence[int], start: int, length: int, draft_len: int) -
 class DrafterObjective(Objective):
     """A drafter, its loss on a batch, and its drafts for known text."""
 
-    draft_len: int
-    """Draft length of the simulated tokens per step."""
-    added_parts: tuple[str, ...] = ()
-    """Parts of the names of weights that a drafter may be given later."""
+    draft_len: int  # draft length of the simulated tokens per step
+    added_parts: tuple[str, ...] = ()  # parts of the names of weights that a drafter may be given later
     scales: Tensor | None = None
     """Divisors `[layers, width]` of the captured features while the drafter trains, if it reads any."""
 
@@ -177,9 +172,7 @@ class DrafterObjective(Objective):
 
     def start_from(self, folder: Path) -> None:
         """Take the weights of the drafter in `folder`, the inverse of `weights`; `added_parts` may be missing there.
-
-        Raises ValueError where it has another shape, reads other layers of the target, or lacks another weight.
-        """
+        Raises ValueError where it has another shape, reads other layers of the target, or lacks another weight."""
         ours, theirs = flatten(self.hf_config()), flatten(json.loads((folder / CONFIG_FILE).read_text()))
         differing = [f"{key} {ours[key]}, got {theirs[key]}" for key in ours if theirs.get(key, ours[key]) != ours[key]]
         if differing:

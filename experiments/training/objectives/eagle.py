@@ -55,8 +55,7 @@ from specdec_kernels.checks import expect_at_least
 
 STEP_DISCOUNT = 0.8
 PUBLISHED_VOCABULARY = 32_000
-SMALLEST_PUBLISHED_TARGET = 7
-"""Layers from which on the published rule names three different ones."""
+SMALLEST_PUBLISHED_TARGET = 7  # layers from which on the published rule names three different ones
 
 
 @dataclass
@@ -95,11 +94,8 @@ class EagleTraining(DrafterTraining):
 
 @dataclass
 class Eagle3Settings(HeadSettings):
-    """Shape of the head.
-
-    None takes what the published heads have: 32,000 draft tokens, or a quarter of a vocabulary that is not much
-    larger; and features of a low, a middle and a high layer of the target.
-    """
+    """Shape of the head. None takes what the published heads have: 32,000 draft tokens, or a quarter of a vocabulary
+    that is not much larger; and features of a low, a middle and a high layer of the target."""
 
     draft_vocab_size: int | None = None
     target_layer_ids: list[int] | None = None

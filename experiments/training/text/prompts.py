@@ -32,8 +32,7 @@ Write = Callable[[Sequence[Request], str], list[list[int]]]
 Take = Callable[[str, int, int], list[list[int]]]
 """(split, first, count) to token ids of prompts number `first` … `first` + `count` - 1 of the split, fewer where the
 source ends or a prompt cannot be used."""
-Splits = tuple[list[list[int]], list[list[int]]]
-"""Training prompts and held-out ones."""
+Splits = tuple[list[list[int]], list[list[int]]]  # training prompts and held-out ones
 
 
 def seed_of(*parts: object) -> int:
@@ -51,11 +50,8 @@ class UserTurn(NamedTuple):
 
 
 def user_turn(tokenizer: Tokenizer) -> UserTurn:
-    """The user turn of the tokenizer's chat template.
-
-    Raises ModelError where there is no template, or where no special token ends the turn: a model cannot be made to
-    write such a turn and to stop after it.
-    """
+    """The user turn of the tokenizer's chat template. Raises ModelError where there is no template, or where no special
+    token ends the turn: a model cannot be made to write such a turn and to stop after it."""
     rendered = tokenizer.render([PROBE])
     prefix, found, suffix = rendered.partition(PROBE)
     following = tokenizer.encode(suffix, add_special=False)
@@ -71,10 +67,8 @@ def user_turn(tokenizer: Tokenizer) -> UserTurn:
 
 
 def next_turn(tokenizer: Tokenizer) -> str:
-    """The text between the token that ends an answer and the words of the next user turn.
-
-    Raises ModelError where the chat template shows no such place.
-    """
+    """The text between the token that ends an answer and the words of the next user turn. Raises ModelError where the
+    chat template shows no such place."""
     rendered = tokenizer.render([PROBE, f"{PROBE} And then?"], [REPLY])
     between = rendered.partition(REPLY)[2].partition(PROBE)[0]
     ends = tokenizer.encode(between, add_special=False)[:1]
@@ -178,10 +172,8 @@ def _encoded(text: str, kind: KindSettings, tokenizer: Tokenizer) -> list[int]:
 
 
 def open_prompts(kind: KindSettings, tokenizer: Tokenizer, seed: int, validation: int, write: Write) -> Take:
-    """The prompts of `kind`; `validation` of a file's are held out. `write` has the target answer requests.
-
-    Raises ModelError where the folder's markup does not serve the source, DataError for a file that cannot be used.
-    """
+    """The prompts of `kind`; `validation` of a file's are held out. `write` has the target answer requests. Raises
+    ModelError where the folder's markup does not serve the source, DataError for a file that cannot be used."""
     if kind.source == "target":
         return SampledPrompts(kind, tokenizer, seed, write)
     if kind.source in ("arithmetic", "windows"):

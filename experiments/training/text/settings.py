@@ -62,12 +62,9 @@ class KindSettings:
 
 @dataclass
 class TextSettings:
-    """All kinds of text, and how they are written.
-
-    Answers go to files of `shard` prompts in `folder`. Existing files are used again; all programs that run at the
-    same time write the missing ones. `batch` is the number of requests in the engine. After `minutes` no further file
-    is begun. `validation` prompts of each kind are held out.
-    """
+    """All kinds of text, and how they are written. Answers go to files of `shard` prompts in `folder`. Existing files
+    are used again; all programs that run at the same time write the missing ones. `batch` is the number of requests in
+    the engine. After `minutes` no further file is begun. `validation` prompts of each kind are held out."""
 
     kinds: dict[str, KindSettings] = field(default_factory=dict)
     folder: str = "outputs/text"

@@ -8,12 +8,10 @@ lock on its `.lock` file, which the system releases when that program ends.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +22,7 @@ from algorithms.engine.request import Request
 from algorithms.models.loading import Target
 from algorithms.models.tokenizer import Tokenizer
 from algorithms.step.sampling_params import SamplingParams
+from experiments.app.locks import locked
 from experiments.training.batches import Continuation, Text
 from experiments.training.parallel import Replicas
 from experiments.training.served import Writer
@@ -43,10 +42,8 @@ FINGERPRINT_BYTES = 1 << 20
 
 
 class TextSource:
-    """The target's text of every kind, for training and for held-out figures.
-
-    Raises ValueError or ModelError, before writing, where the folder's markup or the settings do not serve.
-    """
+    """The target's text of every kind, for training and for held-out figures. Raises ValueError or ModelError, before
+    writing, where the folder's markup or the settings do not serve."""
 
     def __init__(self, target: Target, settings: TextSettings) -> None:
         if not settings.kinds:
@@ -75,10 +72,8 @@ class TextSource:
         return min(room, self.target.config.max_position_embeddings)
 
     def training(self, out_dir: Path, replicas: Replicas) -> Text:
-        """Training text of all kinds, from files of earlier runs first.
-
-        `out_dir` keeps the names of the shards, so that a resumed run learns from them.
-        """
+        """Training text of all kinds, from files of earlier runs first. `out_dir` keeps the names of the shards, so
+        that a resumed run learns from them."""
         listed = out_dir / USED
         wanted = [tuple(name) for name in json.loads(listed.read_text())] if listed.is_file() else self._shards()
         late = [(kind, name) for kind, name in wanted if not self._provide(kind, name, wait=False)]
@@ -127,11 +122,13 @@ class TextSource:
             split, first, end = VALIDATION, 0, self.settings.validation
         else:
             split, (first, end) = TRAINING, map(int, name.split("-"))
-        with claim(file, wait) as mine:
-            in_time = minutes is None or time.monotonic() - self._began <= 60 * minutes
-            if mine and (split == VALIDATION or in_time):
-                prompts = self._prompts[kind](split, first, end - first)
-                Text.of(self._conversed(kind, name, prompts), self.vocab_size).write(file)
+        if not file.is_file():
+            with locked(file.with_suffix(".lock"), wait) as mine:
+                in_time = minutes is None or time.monotonic() - self._began <= 60 * minutes
+                # A program that was waited for may have written it.
+                if mine and not file.is_file() and (split == VALIDATION or in_time):
+                    prompts = self._prompts[kind](split, first, end - first)
+                    Text.of(self._conversed(kind, name, prompts), self.vocab_size).write(file)
         return file.is_file()
 
     def _conversed(self, kind: str, name: str, prompts: list[list[int]]) -> list[Continuation]:
@@ -185,24 +182,6 @@ class TextSource:
         folder = Path(self.settings.folder) / f"{name}-{digest[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-
-@contextmanager
-def claim(file: Path, wait: bool = False) -> Iterator[bool]:
-    """Whether this program is to write `file`: it is missing, and no other program writes it.
-
-    `wait` waits for another program; then the answer is False, unless that program failed.
-    """
-    if file.is_file():
-        yield False
-        return
-    with file.with_suffix(".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        yield not file.is_file()
 
 
 def weights_fingerprint(folder: Path) -> str:

@@ -90,15 +90,11 @@ def results() -> Iterator[dict[str, Any]]:
                 if not is_chain or rule in ON_CHAINS:
                     label = ON_CHAINS[rule] if is_chain else rule
                     found[label] = mean_accepted(rule, parents, distance, replacement)
-            last = list(found.values())[-1]
             for rule, mean in found.items():
                 yield {
                     "data": f"analytic, {name}",
                     "method": shape,
                     "draft_sampling": kind,
                     "rule": rule,
-                    "num_nodes": len(parents),
                     "expected_accepted": mean,
-                    "gain": mean - last,
-                    **dict.fromkeys(("expected_accepted_interval", "gain_interval", "row_steps", "num_requests")),
                 }
