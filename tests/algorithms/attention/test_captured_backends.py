@@ -63,7 +63,8 @@ def test_every_pair_is_captured(monkeypatch: pytest.MonkeyPatch, pair: str) -> N
     check(monkeypatch, "standalone_tree", *PAIRS[pair])
 
 
-def test_flashinfer_follows_the_lengths_between_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mixed", [True, False])
+def test_flashinfer_follows_the_lengths_between_replays(monkeypatch: pytest.MonkeyPatch, mixed: bool) -> None:
     """Its stand-in refuses to reach keys that were not planned for, so the bound of each step is right, too."""
     bounds: set[int] = set()
     plan = Planned.plan
@@ -73,5 +74,5 @@ def test_flashinfer_follows_the_lengths_between_replays(monkeypatch: pytest.Monk
         bounds.add(planned.bound)
 
     monkeypatch.setattr(Planned, "plan", noted)
-    check(monkeypatch, "standalone_chain", *SINGLE["flashinfer"])
+    check(monkeypatch, "standalone_chain", *SINGLE["flashinfer"], mixed_prefill=mixed)
     assert len(bounds) > 3
