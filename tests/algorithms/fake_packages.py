@@ -8,12 +8,16 @@ that passes wrong indices, lengths, masks or alignments gives wrong results here
 from __future__ import annotations
 
 import math
+from functools import partial
 from importlib.machinery import ModuleSpec
 from inspect import Parameter, Signature
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from algorithms.attention.backends import packages
+from tests.algorithms import tape
 
 
 def _names(text: str) -> list[str]:
@@ -43,6 +47,9 @@ FLASH_ATTENTION_VARLEN = _names(
     "score_mod_bwd mask_mod block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata "
     "seqlen_k_per_split disable_scheduler_metadata gather_bwd_recompute_p gather_bwd_token_chunk"
 )
+
+
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 def bind(names: list[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -83,59 +90,75 @@ def windowed(rows: int, keys: int, causal: bool, left: int | None, right: int | 
 
 
 class FakePrefillWrapper:
-    """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`. Like the real one it keeps only the last plan, and the kernel
-    that the first plan chose."""
+    """`flashinfer.BatchPrefillWithPagedKVCacheWrapper` for CUDA graphs. Like the real one it plans on the host, for a
+    fixed batch and at most the rows of the first plan, and its kernel reads the lengths in the buffers that it was
+    given, of which it reaches no key past the planned ones."""
 
     made: list[FakePrefillWrapper] = []
+    BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = bind(FLASHINFER_INIT, *args, **kwargs)
         assert given["float_workspace_buffer"].dtype == torch.uint8 and given["kv_layout"] == "NHD"
-        assert given["backend"] in ("auto", "fa2", "fa3")
-        self.backend, self.plans = given["backend"], 0
+        assert given["backend"] == "fa2" and given["use_cuda_graph"] is True
+        self.buffers = [given[name] for name in self.BUFFERS]
+        self.batch, self.plans, self.most_rows = len(given["qo_indptr_buf"]) - 1, 0, None
+        int32("paged_kv_indptr_buf", self.buffers[1], self.batch + 1)
+        int32("paged_kv_last_page_len_buf", self.buffers[3], self.batch)
         self.made.append(self)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         p = bind(FLASHINFER_PLAN, *args, **kwargs)
-        batch = len(p["qo_indptr"]) - 1
-        int32("qo_indptr", p["qo_indptr"], batch + 1)
-        int32("paged_kv_indptr", p["paged_kv_indptr"], batch + 1)
-        int32("paged_kv_last_page_len", p["paged_kv_last_page_len"], batch)
-        int32("paged_kv_indices", p["paged_kv_indices"], len(p["paged_kv_indices"]))
-        assert p["paged_kv_indptr"][-1] <= len(p["paged_kv_indices"])
-        pages = p["paged_kv_indptr"].diff()
-        last = p["paged_kv_last_page_len"]
-        assert bool((pages >= 1).all()) and bool(((last >= 1) & (last <= p["page_size"])).all())
-        if self.backend == "auto":
-            self.backend = "fa2" if p.get("custom_mask") is not None else "fa3"
-        keys, rows = (pages - 1) * p["page_size"] + last, p["qo_indptr"].diff()
-        if p.get("custom_mask") is not None:
-            assert self.backend == "fa2", "fa3 takes no mask"
-            assert p["custom_mask"].dtype == torch.bool and p["custom_mask"].shape == (int((rows * keys).sum()),)
-        self.planned, self.keys, self.rows = p, keys.tolist(), rows.tolist()
-        self.plans += 1
+        assert not packages.capturing(), "plan copies from the host and may not be captured"
+        given = [p[name.removesuffix("_buf")] for name in self.BUFFERS]
+        assert all(tensor.device.type == "cpu" for tensor in given), "lengths are read on the host"
+        int32("qo_indptr", given[0], self.batch + 1)
+        int32("paged_kv_indptr", given[1], self.batch + 1)
+        int32("paged_kv_indices", given[2], len(given[2]))
+        int32("paged_kv_last_page_len", given[3], self.batch)
+        assert len(given[2]) <= len(self.buffers[2]) and p.get("custom_mask") is None
+        assert bool(((given[3] >= 1) & (given[3] <= p["page_size"])).all())
+        rows = given[0].diff()
+        assert bool((rows == p["uniform_q_len"]).all())
+        self.most_rows = self.most_rows or int(given[0][-1])
+        assert int(given[0][-1]) <= self.most_rows
+        for buffer, values in zip(self.buffers, given, strict=True):
+            buffer[: len(values)].copy_(values)
+        self.planned, self.plans = p, self.plans + 1
+        self.longest = ((given[1].diff() - 1) * p["page_size"] + given[3]).tolist()
 
-    def run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         given, p = bind(FLASHINFER_RUN, *args, **kwargs), self.planned
         q, (keys, values) = given["q"], given["paged_kv_cache"]
-        assert q.dtype == p["q_data_type"] and keys.dtype == p["kv_data_type"] and keys.stride() == values.stride()
-        assert q.shape == (sum(self.rows), p["num_qo_heads"], p["head_dim_qk"])
-        assert keys.shape[1:] == (p["page_size"], p["num_kv_heads"], p["head_dim_qk"]) and given["return_lse"]
-        out, lse, row, bit = [], [], 0, 0
-        for request, (rows, count) in enumerate(zip(self.rows, self.keys, strict=True)):
-            start, end = p["paged_kv_indptr"][request : request + 2].tolist()
-            pages = p["paged_kv_indices"][start:end].long()
-            stored = [half[pages].flatten(0, 1)[:count] for half in (keys, values)]
-            if p.get("custom_mask") is not None:
-                seen = p["custom_mask"][bit : bit + rows * count].view(rows, count)
-                assert p["window_left"] < 0
-            else:
-                seen = windowed(rows, count, p["causal"], p["window_left"], None)
-            one = attend(q[row : row + rows], *stored, seen, p["sm_scale"], p["logits_soft_cap"] or 0.0)
-            out.append(one[0])
-            lse.append(one[1])
-            row, bit = row + rows, bit + rows * count
-        return torch.cat(out).to(q.dtype), torch.cat(lse).float() / math.log(2.0)
+        rows = self.batch * p["uniform_q_len"]
+        assert (
+            q.dtype in DTYPES
+            and q.dtype == p["q_data_type"]
+            and keys.dtype == p["kv_data_type"]
+            and keys.stride() == values.stride()
+        )
+        assert q.shape == (rows, p["num_qo_heads"], p["head_dim_qk"]) and given["out"].shape == q.shape
+        assert keys.shape[1:] == (p["page_size"], p["num_kv_heads"], p["head_dim_qk"])
+        out, lse = given["out"], q.new_empty(q.shape[:2], dtype=torch.float32)
+        tape.device_work(partial(self.kernel, q, keys, values, out, lse))
+        return (out, lse) if given["return_lse"] else out
+
+    def kernel(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *results: torch.Tensor) -> None:
+        """What a launch computes: from the plan and the buffers as they are when it runs."""
+        p, (rows, indptr, indices, last) = self.planned, [buffer.tolist() for buffer in self.buffers]
+        for request in range(self.batch):
+            pages = indices[indptr[request] : indptr[request + 1]]
+            count = (len(pages) - 1) * p["page_size"] + last[request] if pages else 0
+            assert count <= self.longest[request], f"planned for {self.longest[request]} keys, got {count}"
+            assert all(0 <= page < len(keys) for page in pages), "a page that does not exist"
+            stored = [half[torch.tensor(pages, dtype=torch.int64)].flatten(0, 1)[:count] for half in (keys, values)]
+            part = slice(rows[request], rows[request + 1])
+            seen = windowed(part.stop - part.start, count, p["causal"], p["window_left"], None)
+            one = attend(q[part], *stored, seen, p["sm_scale"], p["logits_soft_cap"] or 0.0)
+            results[0][part], results[1][part] = one[0].to(q.dtype), one[1].float() / math.log(2.0)
 
 
 def fake_flash_attn_varlen_func(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,21 +167,30 @@ def fake_flash_attn_varlen_func(*args: Any, **kwargs: Any) -> tuple[torch.Tensor
     p = bind(FLASH_ATTENTION_VARLEN, *args, **kwargs)
     q, k, v = p["q"], p["k"], p["v"]
     batch, rows, heads, head_dim = q.shape
-    assert q.dtype in (torch.float16, torch.bfloat16) and k.dtype == v.dtype == q.dtype
+    assert q.dtype in DTYPES and k.dtype == v.dtype == q.dtype
     assert p["num_splits"] == 1, "no split keys on compute capability 9"
     assert p.get("cu_seqlens_q") is None and p.get("cu_seqlens_k") is None
     int32("page_table", p["page_table"], batch, p["page_table"].shape[1])
-    assert bool(((p["page_table"] >= 0) & (p["page_table"] < len(k))).all()), "every entry is loaded"
     int32("seqused_k", p["seqused_k"], batch)
-    assert bool((p["seqused_k"] <= p["max_seqlen_k"]).all()) and p["max_seqlen_q"] == rows
-    out, lse = torch.full_like(q, math.nan), q.new_full((batch, heads, rows), math.nan, dtype=torch.float32)
+    assert p["max_seqlen_q"] == rows and head_dim == k.shape[3]
+    out, lse = torch.empty_like(q), q.new_empty((batch, heads, rows), dtype=torch.float32)
+    tape.device_work(partial(_flash_attention_kernel, p, out, lse))
+    return out, lse if p["return_lse"] else None
+
+
+def _flash_attention_kernel(p: dict[str, Any], out: torch.Tensor, lse: torch.Tensor) -> None:
+    q, k, v = p["q"], p["k"], p["v"]
+    assert bool(((p["page_table"] >= 0) & (p["page_table"] < len(k))).all()), "every entry is loaded"
+    assert bool((p["seqused_k"] <= p["max_seqlen_k"]).all())
+    rows = q.shape[1]
+    out.fill_(math.nan)
+    lse.fill_(math.nan)
     for request, count in enumerate(p["seqused_k"].tolist()):
         used = rows if p.get("seqused_q") is None else int(p["seqused_q"][request])
         stored = [half[p["page_table"][request].long()].flatten(0, 1)[:count] for half in (k, v)]
         seen = windowed(used, count, p["causal"], *p["window_size"])
         one = attend(q[request, :used], *stored, seen, p["softmax_scale"], p["softcap"])
         out[request, :used], lse[request, :, :used] = one[0].to(q.dtype), one[1].T.float()
-    return out, lse
 
 
 def module(name: str, **contents: Any) -> ModuleType:
@@ -169,10 +201,15 @@ def module(name: str, **contents: Any) -> ModuleType:
     return made
 
 
+def take_float32(monkeypatch: Any) -> None:
+    """Let the stand-ins serve models in float32, of which every token can be compared, with heads of 16."""
+    monkeypatch.setattr("tests.algorithms.fake_packages.DTYPES", (torch.float32,))
+    monkeypatch.setattr(packages, "half_precision_only", lambda shape: None)
+    monkeypatch.setattr("algorithms.attention.backends.flashinfer._HEAD_DIMS", (16,))
+
+
 def install(monkeypatch: Any) -> None:
     """Put both stand-ins where the backends import the packages, on a CPU that passes for a Hopper GPU."""
-    from algorithms.attention.backends import packages
-
     FakePrefillWrapper.made = []
     flashinfer = module("flashinfer", BatchPrefillWithPagedKVCacheWrapper=FakePrefillWrapper)
     cute = module("flash_attn.cute", flash_attn_varlen_func=fake_flash_attn_varlen_func)
@@ -181,3 +218,4 @@ def install(monkeypatch: Any) -> None:
         monkeypatch.setitem(__import__("sys").modules, name, made)
     monkeypatch.setattr(packages, "no_device", lambda: None)
     monkeypatch.setattr(packages, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(packages, "capturing", tape.recording)

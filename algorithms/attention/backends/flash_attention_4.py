@@ -2,10 +2,12 @@
 
     chain, block   one `flash_attn_varlen_func` over the page table: `seqused_q` rows and L + q_len keys, aligned at the
                    end, causal or not, `window_size` = (window - 1, open)
-    tree           the prefix without a mask through FlashAttention-4, the draft slots with their bit mask through
-                   `paged_attention` as a pool of one-token pages, merged by log-sum-exp. This is exact, and no mask is
-                   ever evaluated over the prefix, as the package's `mask_mod` would do
+    tree           the prefix without a mask, the draft slots as in `packages`; the package's `mask_mod` would evaluate
+                   a mask over the prefix
     sinks          folded in by log-sum-exp, which serves both routes
+
+The package compiles a kernel for the first call of a kind, allocates through torch and launches on its current stream,
+and reads lengths on the device. So a call can be captured after a warm-up has made it once.
 
 Not supported: float32 and fp8 (fp8 exists on compute capability 10 only), page tables on other chips than
 9.x and 10.x, and a window over a tree, which goes by depth while the package counts slots. It splits no keys on 9.x,
@@ -39,7 +41,6 @@ class FlashAttentionPlan(NamedTuple):
     metadata: AttentionMetadata
     arguments: dict[str, Any]
     draft: AttentionMetadata | None
-    """The draft slots of a tree, as requests of their own."""
 
 
 class FlashAttention4(packages.PackageBackend):
@@ -66,10 +67,8 @@ class FlashAttention4(packages.PackageBackend):
         chip = packages.capability(device)
         if chip is None or chip[0] not in _PAGED_CHIPS:
             return f"it reads page tables on compute capability 9.x and 10.x only, {device} has {chip}"
-        if reason := packages.half_precision_only(shape):
+        if reason := packages.half_precision_only(shape) or packages.tree_window(mode, window):
             return reason
-        if mode == "tree" and window is not None:
-            return "a window over a tree goes by depth, and it counts slots"
         most = 256 if chip[0] == 9 else 128
         if 8 <= shape.head_dim <= most and shape.head_dim % 8 == 0:
             return None
@@ -99,39 +98,10 @@ class FlashAttention4(packages.PackageBackend):
             window_size=(None if metadata.window is None else metadata.window - 1, None),
             softcap=metadata.soft_cap or 0.0,
             num_splits=1,
-            return_lse=True,
         )
-        return FlashAttentionPlan(metadata, arguments, self._draft(metadata, shape) if tree else None)
+        return FlashAttentionPlan(metadata, arguments, packages.draft_part(metadata, shape, self._impl))
 
-    def run_with_lse(
-        self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`run`, and lse [B, N, H] float32, natural logarithm, sinks included; -inf for rows past `q_lens`."""
-        import torch
-
-        from algorithms.attention.backends.states import add_sinks, merge_states
-
-        metadata, num_nodes = plan.metadata, q.shape[1]
-        out, lse = import_module("flash_attn.cute").flash_attn_varlen_func(q, kv[0], kv[1], **plan.arguments)
-        lse = lse.transpose(1, 2)
-        unused = torch.arange(num_nodes, device=q.device) >= metadata.used_rows(num_nodes)[:, None]
-        if plan.draft is not None:
-            # Rows without a prefix have seen nothing yet; the package leaves them unwritten.
-            lse = lse.masked_fill((unused | (metadata.lengths == 0)[:, None])[..., None], float("-inf"))
-            tokens = kv.view(2, -1, 1, *kv.shape[3:])
-            draft = kernels.paged_attention_with_lse(q, tokens, plan.draft, impl=self._impl)
-            out, lse = merge_states(out, lse, *draft)
-        if sinks is not None:
-            out, lse = add_sinks(out, lse, sinks)
-        return out.masked_fill(unused[..., None, None], 0.0), lse.masked_fill(unused[..., None], float("-inf"))
-
-    def _draft(self, metadata: AttentionMetadata, shape: AttentionShape) -> AttentionMetadata:
-        """The draft slots as separate requests without a prefix, with one token per page, so they may begin
-        anywhere."""
-        import torch
-
-        width = metadata.tree_width or shape.num_nodes
-        table, used = metadata.page_table.contiguous(), metadata.used_slots(shape.num_nodes).to(torch.int32)
-        slots = kernels.token_slots(table, metadata.lengths, used, width, shape.page_size, impl=self._impl)
-        pages, no_prefix = slots.clamp(min=0).to(torch.int32), torch.zeros_like(metadata.lengths)
-        return metadata._replace(page_table=pages, lengths=no_prefix, max_length=None)
+    def attend(self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        attention = import_module("flash_attn.cute").flash_attn_varlen_func
+        out, lse = attention(q, kv[0], kv[1], **plan.arguments, return_lse=with_lse)
+        return out, lse.transpose(1, 2) if with_lse else None

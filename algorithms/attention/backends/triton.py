@@ -33,6 +33,7 @@ class TritonBackend(Backend):
     """Online softmax in base 2, packed GQA rows, split-KV; see `specdec_kernels.attention`."""
 
     name = "fa4"
+    captures_prompts = True
 
     @dataclass
     class Config:
@@ -52,17 +53,12 @@ class TritonBackend(Backend):
             expect_at_least("backend.split_tokens", self.split_tokens, 16, nullable=True)
             expect_choice("backend.dispatch", self.dispatch, DISPATCH)
 
-        @property
-        def capturable(self) -> bool:
-            return self.dispatch != "flash_attention_4"
-
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
-        self.capturable, self.deterministic = config.capturable, deterministic
+        self.deterministic = deterministic
         if deterministic and config.dispatch != "triton":
             raise BackendError(f"backend.dispatch={config.dispatch} {NO_BITS}; use backend.dispatch=triton")
         if deterministic and impl == "reference":
             raise BackendError(f"runtime.impl=reference {NO_BITS}; use runtime.impl=triton")
-        self.captures_prompts = config.dispatch == "triton"
         self.served: dict[str, str] = {}
         self._config, self._impl = config, impl
         self._package = FlashAttention4(impl)
