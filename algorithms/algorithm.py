@@ -64,24 +64,18 @@ def _unchanged(logits: torch.Tensor, depth: int, vocabulary: torch.Tensor | None
 class Batch:
     """The running requests as device tensors, one slot each. In a captured step some slots are padding."""
 
-    lengths: torch.Tensor
-    """[B] int64: committed tokens whose KV is in the cache (L)."""
+    lengths: torch.Tensor  # [B] int64: committed tokens whose KV is in the cache (L)
     last_tokens: torch.Tensor
     """[B] int64: the last committed token, at position L, not yet in the cache. It is node 0 of every tree."""
-    page_table: torch.Tensor
-    """[B, max_pages] int32."""
-    history: torch.Tensor
-    """[B, context] int64: tokens by position, of which 0 … L are committed."""
-    active: torch.Tensor
-    """[B] int32: 1, or 0 for a padding slot, which must touch no cache and no store."""
+    page_table: torch.Tensor  # [B, max_pages] int32
+    history: torch.Tensor  # [B, context] int64: tokens by position, of which 0 … L are committed
+    active: torch.Tensor  # [B] int32: 1, or 0 for a padding slot, which must touch no cache and no store
     sampling: SamplingTensors
     slots: slice | torch.Tensor
     """Batch slots, which index what a drafter stores per request. A slice in every step; in prefill [B] int64, where
     several entries may be of one request."""
-    max_length: int
-    """Host bound on L over the batch."""
-    filtered: bool = False
-    """Whether a request of the step filters the tokens that it samples."""
+    max_length: int  # host bound on L over the batch
+    filtered: bool = False  # whether a request of the step filters the tokens that it samples
     adjust: Callable[[torch.Tensor, int, torch.Tensor | None], None] = _unchanged
     """Changes logits of drafts in place as the requests' penalties, bias and forbidden tokens change the target's; see
     `algorithms.step.draft_adjustment`."""
@@ -107,23 +101,17 @@ class Prompts(NamedTuple):
     """The prompts whose tokens a prefill observes, one entry each, then padding. A prompt may have several
     successive rows."""
 
-    slots: torch.Tensor
-    """[P] int64: batch slots; padding has the dummy slot, `max_batch`."""
-    start: torch.Tensor
-    """[P] int64: the first position that is observed. It is 0 for a new request, and only for that."""
-    counts: torch.Tensor
-    """[P] int32: how many positions are observed; 0 for a prompt of one token, and for padding."""
-    last: torch.Tensor
-    """[P] int64: index of the last of them: b * n + column, for row b."""
-    width: int
-    """Host bound on `counts`."""
+    slots: torch.Tensor  # [P] int64: batch slots; padding has the dummy slot, `max_batch`
+    start: torch.Tensor  # [P] int64: the first position that is observed. It is 0 for a new request, and only for that.
+    counts: torch.Tensor  # [P] int32: how many positions are observed; 0 for a prompt of one token, and for padding
+    last: torch.Tensor  # [P] int64: index of the last of them: b * n + column, for row b
+    width: int  # host bound on `counts`
 
 
 class Verified(NamedTuple):
     """Results of the target for all nodes of a step's trees, accepted or not."""
 
-    tokens: torch.Tensor
-    """[B, N] int64; entries of unused nodes mean nothing."""
+    tokens: torch.Tensor  # [B, N] int64; entries of unused nodes mean nothing
     links: TreeLinks
     hidden: torch.Tensor
     """[B, N, hidden]: last hidden states, after the final norm. `resources.target.model.logits` gives their logits."""
@@ -135,22 +123,15 @@ class Observation:
     counts[b] - 1; later columns mean nothing. After a step a row is a request. In prefill a row is a tile of a prompt,
     and `prompts` says which rows belong together."""
 
-    batch: Batch
-    """The rows. `lengths` is L before these tokens; `history` holds them and the new last token already."""
-    tokens: torch.Tensor
-    """[B, n] int64: the tokens at these positions."""
+    batch: Batch  # the rows. `lengths` is L before these tokens; `history` holds them and the new last token already.
+    tokens: torch.Tensor  # [B, n] int64: the tokens at these positions
     next_tokens: torch.Tensor
     """[B, n] int64: the token that follows each; after the last one of a row that is its new last token."""
-    features: list[torch.Tensor]
-    """One [B, n, hidden] per captured target layer."""
-    hidden: torch.Tensor
-    """[B, n, hidden]: the target's last hidden states, after the final norm."""
-    positions: torch.Tensor
-    """[B, n] int64: L + column."""
-    counts: torch.Tensor
-    """[B] int32; 0 for a padding slot."""
-    prompts: Prompts | None = None
-    """In prefill only."""
+    features: list[torch.Tensor]  # one [B, n, hidden] per captured target layer
+    hidden: torch.Tensor  # [B, n, hidden]: the target's last hidden states, after the final norm
+    positions: torch.Tensor  # [B, n] int64: L + column
+    counts: torch.Tensor  # [B] int32; 0 for a padding slot
+    prompts: Prompts | None = None  # in prefill only
     verified: Verified | None = None
     """All nodes of the step, for an algorithm with `observes_verified`; None in prefill and after steps without a
     draft."""

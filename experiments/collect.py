@@ -35,8 +35,7 @@ from experiments.sweep.figures import fronts, over, over_two
 from experiments.sweep.folder import DONE, STATE, SweepFolder
 from experiments.sweep.frame import WHERE, Line, best_lines, chosen_metrics, distinct, numbers, numeric, read
 
-OWN = ("report", "best")
-"""Keys of a line for the page alone."""
+OWN = ("report", "best")  # keys of a line for the page alone
 
 
 @dataclass

@@ -59,14 +59,11 @@ def load_kv_scales(path: str | Path, config: DecoderConfig) -> KVScales:
 class KVCache:
     """Keys and values of one model, and the constants that their storing needs."""
 
-    kv: torch.Tensor
-    """[layers, 2, pages, page_size, H_kv, D]."""
-    rope: torch.Tensor
-    """[context, R] float32 for the R elements of a head that rotate."""
+    kv: torch.Tensor  # [layers, 2, pages, page_size, H_kv, D]
+    rope: torch.Tensor  # [context, R] float32 for the R elements of a head that rotate
     config: DecoderConfig
     """Constants of the model: the scale, soft cap and windows of its attention, the epsilon of its norms."""
-    scales: KVScales | None = None
-    """The scales of a float8 pool; None: 1."""
+    scales: KVScales | None = None  # the scales of a float8 pool; None: 1
 
     @classmethod
     def allocate(cls, config: DecoderConfig, resources: Resources, scales: KVScales | None = None) -> KVCache:

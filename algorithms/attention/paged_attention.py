@@ -21,8 +21,7 @@ from algorithms.attention.levels import LevelSizes, LevelViews, level_rows
 from algorithms.models.layers import MixerWeights
 from specdec_kernels import AttentionMetadata, AttentionShape, token_slots, write_kv
 
-Kind = tuple[str, int | None]
-"""(mode, window) of a layer's attention."""
+Kind = tuple[str, int | None]  # (mode, window) of a layer's attention
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class PagedMixer:
     slots: Tensor
     positions: Tensor
     backend: Backend
-    plans: tuple[Any, ...]
-    """The backend's plan for each layer; layers of one mode and window share it."""
+    plans: tuple[Any, ...]  # the backend's plan for each layer; layers of one mode and window share it
     impl: str
 
     @cached_property

@@ -19,8 +19,7 @@ from algorithms.models.config_keys import nested, read_size, required
 from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
 DEFAULT_BLOCK_SIZE = 16
-MAX_CANDIDATES = 32
-"""Most candidates that a selector's kernels take."""
+MAX_CANDIDATES = 32  # most candidates that a selector's kernels take
 OWN, NEXT = SLOTS = ("own", "next")
 """The position that slot k of a block drafts, counted from the last committed token: k (slot 0 drafts nothing), or
 k + 1."""
@@ -28,8 +27,7 @@ QUERY, ANCHOR = WINDOW_ORIGINS = ("query", "anchor")
 """A window of W counts back from each query, W - 1 positions, or from the last committed token, W positions for all
 slots alike."""
 VANILLA, GATED, RNN = MARKOV_HEADS = ("vanilla", "gated", "rnn")
-GRU, SELECTOR = "gru", "selector"
-"""The heads of Domino and DFlash 2."""
+GRU, SELECTOR = "gru", "selector"  # the heads of Domino and DFlash 2
 DOMINO_PROJECTORS = ("domino", "causal_v5")
 HIDDEN, HIDDEN_AND_TOKEN = "hidden", "hidden+token"
 """What a confidence head reads: the slot's hidden state, or also the token before, as the Markov head embeds it."""

@@ -29,11 +29,9 @@ from specdec_kernels import Normed
 class StackedKV(NamedTuple):
     """Key and value weights of all draft layers in one matrix."""
 
-    weight: Tensor
-    """[num_layers * 2 * H_kv * D, hidden], keys then values of each layer."""
+    weight: Tensor  # [num_layers * 2 * H_kv * D, hidden], keys then values of each layer
     bias: Tensor | None
-    k_norm: Tensor | None
-    """[num_layers, D]."""
+    k_norm: Tensor | None  # [num_layers, D]
 
 
 class ConvLayer(DecoderLayer):

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from algorithms.drafting.tree_drafter import TreeDrafter
 
 
-RAW, NORMED = STREAMS = ("raw", "normed")
-"""A layer's output, or the final norm of it."""
+RAW, NORMED = STREAMS = ("raw", "normed")  # a layer's output, or the final norm of it
 
 
 class FeatureDrafter(LevelDrafter):

@@ -18,8 +18,7 @@ from algorithms.drafting.feature_drafter import NORMED, RAW, STREAMS
 from algorithms.models.config import EMBEDDING_LAYER, DecoderConfig
 from algorithms.models.config_keys import nested
 
-NUM_FEATURES = 3
-"""Target layers of a head that names none."""
+NUM_FEATURES = 3  # target layers of a head that names none
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 JOINT, EACH = FEATURE_NORMS = ("joint", "each")
 

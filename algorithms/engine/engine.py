@@ -48,8 +48,7 @@ from algorithms.step.runner import Capture, StepRunner, buckets
 from algorithms.step.sampling_params import SamplingNeeds
 from specdec_kernels import CHUNK
 
-_MATRIX_ROWS = 64
-"""Rows that fill a tile of the matrix unit."""
+_MATRIX_ROWS = 64  # rows that fill a tile of the matrix unit
 _MIXED_TOKENS = (64, 384)
 """Prompt tokens that the smallest and the largest prefill in a step have room for. Fewer cost as much in a step, and
 more would make it much longer. Their tiles are half as wide as the default, because their padding costs arithmetic."""

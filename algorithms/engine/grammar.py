@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 Encode = Callable[[str], Sequence[int]]
-_NO_TEXT = b"\xff"
-"""A byte that UTF-8 does not have, so that no grammar allows it."""
-_BYTES_PER_TOKEN = 16
-"""Bytes of jump-forward text that are read per wanted token."""
+_NO_TEXT = b"\xff"  # a byte that UTF-8 does not have, so that no grammar allows it
+_BYTES_PER_TOKEN = 16  # bytes of jump-forward text that are read per wanted token
 _CACHE_BYTES = 1 << 30
 INSTALL = "pip install -e '.[grammar]'"
 

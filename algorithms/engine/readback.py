@@ -24,14 +24,11 @@ Tag = TypeVar("Tag")
 class SlotResult(NamedTuple):
     """The result of one step for one request."""
 
-    tokens: list[int]
-    """Emitted: the accepted drafts and the bonus token."""
+    tokens: list[int]  # emitted: the accepted drafts and the bonus token
     logprobs: list[float]
-    valid: bool
-    """Whether the target gave a usable logit for the bonus token, which has no meaning otherwise."""
+    valid: bool  # whether the target gave a usable logit for the bonus token, which has no meaning otherwise
     num_drafted: int
-    ran_out: bool
-    """Whether the accepted path ends where nothing was drafted."""
+    ran_out: bool  # whether the accepted path ends where nothing was drafted
     top: list[list[tuple[int, float]]]
     """The most likely tokens at the place of each, with their log-probabilities; empty where no step reports them."""
 
@@ -49,8 +46,7 @@ class StepResult:
     figures: list[list[int]]
     top_tokens: list[list[list[int]]]
     top_logprobs: list[list[list[float]]]
-    drafts: np.ndarray[Any, Any] | None = None
-    """[B, 4 N]: `Step.drafts`, where a request reports its drafts."""
+    drafts: np.ndarray[Any, Any] | None = None  # [B, 4 N]: `Step.drafts`, where a request reports its drafts
     path: np.ndarray[Any, Any] | None = None
     """[B, D + 1]: accepted nodes, -1 after the last, where adaptive draft length needs them."""
     path_probs: np.ndarray[Any, Any] | None = None

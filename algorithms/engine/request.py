@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from algorithms.step.sampling_params import MAX_FORBIDDEN, SamplingParams
 
-_NEVER_ENDS = 2**62
-"""A position past every output."""
+_NEVER_ENDS = 2**62  # a position past every output
 
 
 class EngineError(ValueError):

@@ -17,8 +17,7 @@ from torch import Tensor
 NUM_BUFFERS = 3  # a copy is queued after the steps in flight, which are fewer than this
 _ALIGNED_BYTES = 128
 
-Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name to shape and dtype."""
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name to shape and dtype
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 

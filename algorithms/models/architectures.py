@@ -81,8 +81,7 @@ def window_by_turns(config: Mapping[str, Any], num_layers: int) -> Windows:
     return read_layer_types(config.get("layer_types") or by_turns, window, num_layers)
 
 
-NEXT_LAYER = "model.layers.{num_layers}."
-"""Tensors of one MTP layer behind the last layer."""
+NEXT_LAYER = "model.layers.{num_layers}."  # tensors of one MTP layer behind the last layer
 _FLAGS = (
     "qk_norm",
     "qkv_bias",

@@ -26,8 +26,7 @@ _SIZES = {
 }
 """Required integers: field, key of `config.json`."""
 MOST_LAYERS = 10_000
-EMBEDDING_LAYER = -1
-"""The id of the embedding among the layers whose output a drafter reads."""
+EMBEDDING_LAYER = -1  # the id of the embedding among the layers whose output a drafter reads
 DEFAULT_THETA = 10_000.0
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "yarn")
 _YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")

@@ -23,12 +23,9 @@ from algorithms.models.scaled_linear import BLOCK, SCALE_NAMES
 class MixerWeights(NamedTuple):
     """A layer's parameters that belong to its mixer; None where the model has none."""
 
-    q_norm: Tensor | None = None
-    """[D]: RMSNorm of each query head."""
-    k_norm: Tensor | None = None
-    """[D]: RMSNorm of each key head."""
-    sinks: Tensor | None = None
-    """[H]: one logit per query head that takes part in the softmax and has no value."""
+    q_norm: Tensor | None = None  # [D]: RMSNorm of each query head
+    k_norm: Tensor | None = None  # [D]: RMSNorm of each key head
+    sinks: Tensor | None = None  # [H]: one logit per query head that takes part in the softmax and has no value
 
 
 class Mixer(Protocol):

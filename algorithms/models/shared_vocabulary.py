@@ -26,12 +26,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class SharedVocabulary:
     """The tokens that a target and a draft model have in common."""
 
-    target_ids: Tensor
-    """[S] int64, rising."""
-    draft_ids: Tensor
-    """[S] int64: the draft model's id of each."""
-    substitutes: Tensor
-    """[V] int64: the draft model's token that it reads in the place of each target token."""
+    target_ids: Tensor  # [S] int64, rising
+    draft_ids: Tensor  # [S] int64: the draft model's id of each
+    substitutes: Tensor  # [V] int64: the draft model's token that it reads in the place of each target token
 
     @classmethod
     def of(cls, target: Tokenizer, draft: Tokenizer, num_target_ids: int, num_draft_ids: int) -> SharedVocabulary:

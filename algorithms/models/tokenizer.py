@@ -32,8 +32,7 @@ class Tokenizer:
     path: Path
     eos_ids: frozenset[int]
     chat_template: str | None
-    special_tokens: dict[str, str]
-    """Key of the tokenizer's config to token, such as `mask_token`."""
+    special_tokens: dict[str, str]  # key of the tokenizer's config to token, such as `mask_token`
     thinking: bool | None = None
 
     @classmethod

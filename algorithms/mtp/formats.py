@@ -24,8 +24,7 @@ from algorithms.drafting.feature_drafter import NORMED, RAW
 from algorithms.models.architectures import find_architecture
 from algorithms.mtp.config import EMBEDDING, HIDDEN
 
-LAYERS = "mtp_layers."
-"""Prefix of the layers in `MTPHead`; a layer number follows."""
+LAYERS = "mtp_layers."  # prefix of the layers in `MTPHead`; a layer number follows
 
 
 @dataclass(frozen=True)

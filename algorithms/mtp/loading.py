@@ -24,8 +24,7 @@ from algorithms.mtp.model import MTPHead
 
 UNSUPPORTED = ("final_logit_softcapping", "draft_vocab_size", "mtp_use_dedicated_embeddings")
 COUNT_KEYS = COUNT_KEY, *_ = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-TARGETS_PREFIX = "target."
-"""What is put before the names of tensors that are not the head's: both may have an LM head."""
+TARGETS_PREFIX = "target."  # what is put before the names of tensors that are not the head's: both may have an LM head
 
 
 class MTPFolder(NamedTuple):
@@ -34,8 +33,7 @@ class MTPFolder(NamedTuple):
     path: Path
     config: MTPConfig
     family: Family
-    names: frozenset[str]
-    """Of its tensors, as in `MTPHead`."""
+    names: frozenset[str]  # of its tensors, as in `MTPHead`
 
 
 def load_mtp(

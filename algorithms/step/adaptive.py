@@ -24,16 +24,12 @@ import numpy as np
 from algorithms.engine.readback import StepResult
 from algorithms.step.draft_length import DraftLengthPolicy, prior_tokens
 
-NO_DRAFT = 0
-"""Index of the size without a draft."""
-EXPLORED_SLOTS = 4
-"""Requests whose drafts are judged by one exploration after steps without a draft."""
-EXPLORATION_SHARE = 0.0075
-"""Bound on the time of exploration steps, as a share of all time."""
+NO_DRAFT = 0  # index of the size without a draft
+EXPLORED_SLOTS = 4  # requests whose drafts are judged by one exploration after steps without a draft
+EXPLORATION_SHARE = 0.0075  # bound on the time of exploration steps, as a share of all time
 LEAST_PAUSE, LEAST_STEPS = 16, 2
 """Least number of steps without a draft, and of steps of one size, between two explorations."""
-DECIDE_EVERY = 4
-"""Steps between two choices."""
+DECIDE_EVERY = 4  # steps between two choices
 
 
 def step_sizes(num_nodes: int) -> tuple[int, ...]:

@@ -20,19 +20,14 @@ from algorithms.step.constraints import ConstraintState
 from algorithms.step.sampling_params import MAX_BAD_WORD, MAX_FORBIDDEN, SamplingNeeds, SamplingParams
 from specdec_kernels import SamplingTensors, keep_last
 
-_ALIGNED = 32
-"""Slots are allocated in multiples of this, so that kernels see one alignment of every tensor."""
+_ALIGNED = 32  # slots are allocated in multiples of this, so that kernels see one alignment of every tensor
 _DUMMY_KINDS = 32
 """Number of distinct random tokens, each of which then occurs as often as frequent tokens of real prompts."""
-_MOVES_AHEAD = 12
-"""Moves that may be queued during the steps in flight: a few for each."""
-LENGTH, LAST_TOKEN, SEED = range(3)
-"""Fields of the int64 numbers of requests."""
-ACTIVE, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(5)
-"""Fields of the 32-bit numbers; the last three are float32 bits."""
+_MOVES_AHEAD = 12  # moves that may be queued during the steps in flight: a few for each
+LENGTH, LAST_TOKEN, SEED = range(3)  # fields of the int64 numbers of requests
+ACTIVE, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(5)  # fields of the 32-bit numbers; the last three are float32 bits
 _FIRST_FLOAT = TEMPERATURE
-_NEUTRAL = SamplingParams()
-"""Sampling parameters of padding: greedy, no filter."""
+_NEUTRAL = SamplingParams()  # sampling parameters of padding: greedy, no filter
 
 
 def write_numbers(arrays: Arrays, column: int, sampling: SamplingParams, length: int, last: int, active: bool) -> None:

@@ -20,12 +20,9 @@ class StepParts:
     memory: Memory
     state: BatchState
     resources: Resources
-    sizing: Sizing | None = None
-    """The choice of the size of a step; None: every step has the algorithm's own."""
-    backlog: DeferredObservation | None = None
-    """Observations of steps without a draft; present with `sizing`."""
-    experts: ExpertLedger | None = None
-    """Counts of touched experts, of a target that has any."""
+    sizing: Sizing | None = None  # the choice of the size of a step; None: every step has the algorithm's own
+    backlog: DeferredObservation | None = None  # observations of steps without a draft; present with `sizing`
+    experts: ExpertLedger | None = None  # counts of touched experts, of a target that has any
 
     def observe(self, seen: Observation) -> None:
         """Show the drafter what was committed, and write it into the texts that it reads."""

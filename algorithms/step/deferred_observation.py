@@ -13,8 +13,7 @@ from torch import Tensor
 
 from algorithms.algorithm import Batch, Observation, Resources
 
-COLUMNS = 32
-"""Steps without a draft between two observations, at most."""
+COLUMNS = 32  # steps without a draft between two observations, at most
 
 
 class DeferredObservation:

@@ -59,8 +59,7 @@ def prefill_fields(size: int, tile: int, max_pages: int) -> Fields:
 class PrefillBatch:
     """`size` tiles of `tile` tokens. Send what they hold, begin, run the target over `tokens`, and finish."""
 
-    tokens: Tensor
-    """[size, tile] int64, since `begin`."""
+    tokens: Tensor  # [size, tile] int64, since `begin`
 
     def __init__(self, parts: StepParts, size: int, tile: int) -> None:
         max_pages, device = parts.state.page_table.shape[1], parts.resources.device

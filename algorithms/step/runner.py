@@ -35,8 +35,7 @@ from specdec_kernels.checks import expect_choice
 _WARMUP_RUNS = 2
 _TIMED_RUNS = 5
 _IDLE_RUNS = 3
-_DUMMY_TOKENS = 256
-"""Committed tokens of a dummy request, with which steps are timed; half of the context at most."""
+_DUMMY_TOKENS = 256  # committed tokens of a dummy request, with which steps are timed; half of the context at most
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-GRAMMARS = ("json_schema", "regex", "ebnf")
-"""Fields of `GrammarParams` that hold a grammar."""
+GRAMMARS = ("json_schema", "regex", "ebnf")  # fields of `GrammarParams` that hold a grammar
 _LARGEST_INT32 = 2**31 - 1
 _LARGEST_INT64 = 2**63 - 1
-MAX_FORBIDDEN = 256
-"""Most token sequences that one request forbids: bad words, and with `min_tokens` its stop tokens."""
-MAX_BAD_WORD = 16
-"""Most tokens of a bad word."""
-MAX_TOP_LOGPROBS = 64
-"""Most tokens that are reported at the place of one token."""
+MAX_FORBIDDEN = 256  # most token sequences that one request forbids: bad words, and with `min_tokens` its stop tokens
+MAX_BAD_WORD = 16  # most tokens of a bad word
+MAX_TOP_LOGPROBS = 64  # most tokens that are reported at the place of one token
 
 
 @dataclass

@@ -45,8 +45,7 @@ from specdec_kernels import (
 from specdec_kernels.tree import mask_words
 from specdec_kernels.verify import SAMPLED_RULES
 
-PHASES = ("draft", "verify", "accept", "commit")
-"""Phases of a step, in order; each is a method of `Step`."""
+PHASES = ("draft", "verify", "accept", "commit")  # phases of a step, in order; each is a method of `Step`
 CONSTRAINED = ("draft", "graft", "verify", "accept", "commit")
 """Phases of a step for requests with grammars; `graft` counts as part of the draft."""
 
@@ -64,25 +63,19 @@ def phases_of(needs: SamplingNeeds) -> tuple[str, ...]:
 class Step:
     """The phases over one batch, each leaving its result for the next. Run them in the order of `PHASES`."""
 
-    drafted: DraftTree
-    """The drafter's tree."""
-    tree: DraftTree
-    """The tree that is verified."""
-    mixer: Mixer
-    """What planned the forward over the nodes."""
+    drafted: DraftTree  # the drafter's tree
+    tree: DraftTree  # the tree that is verified
+    mixer: Mixer  # what planned the forward over the nodes
     hidden: Tensor
     features: list[Tensor]
     targets: Tensor | None
     """[B, N] int64: the target's token after each node where that is all that is needed, -1 for none; else None."""
     nodes: Tensor
     """[B, 3, N] int64: tokens, first children and next siblings of the draft, where grammars need them; else unset."""
-    logits: Tensor
-    """[B, N, V]; not written where `targets` are given."""
+    logits: Tensor  # [B, N, V]; not written where `targets` are given
     accepted: Accepted
-    num_drafts: int
-    """Columns of `_drafts` before them."""
-    num_evidence: int
-    """Columns of `_evidence` at the end of `table`."""
+    num_drafts: int  # columns of `_drafts` before them
+    num_evidence: int  # columns of `_evidence` at the end of `table`
     table: Tensor
     """[B, 2 (D + 1) + 4] int64: emitted tokens, their log-probabilities as float32 bits (0 without a request
     for them), then num_accepted, valid, num_drafted and ran_out, see `specdec_kernels.commit`. Where the n most

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from algorithms.engine.request import Completion, Request
     from algorithms.models.tokenizer import Tokenizer
 
-SLACK_PER_TURN = 32
-"""Tokens by which an answer may grow when its text is encoded again, and the markup around it."""
+SLACK_PER_TURN = 32  # tokens by which an answer may grow when its text is encoded again, and the markup around it
 
 
 def longest_turn(prompt: Prompt, first: Request, tokenizer: Tokenizer) -> int:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from algorithms.engine.request import Request
     from algorithms.models.tokenizer import Tokenizer
 
-FILE = "@"
-"""On the command line a grammar that begins so is the name of a file; one that begins with two is text."""
+FILE = "@"  # on the command line a grammar that begins so is the name of a file; one that begins with two is text
 
 
 def grammar_of(own: Mapping[str, Any] | None, params: GrammarParams, place: str = "") -> GrammarParams:

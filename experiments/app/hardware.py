@@ -10,8 +10,7 @@ from algorithms.engine.settings import RuntimeSettings
 from experiments.app.errors import UserError
 
 INTERPRET = "TRITON_INTERPRET"
-INTERPRETER = "triton-interpreter"
-"""The label in records of kernels that Triton's interpreter runs."""
+INTERPRETER = "triton-interpreter"  # the label in records of kernels that Triton's interpreter runs
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,8 @@ class Plan:
     hardware: Hardware
     target: TargetFolder
     tokenizer: Tokenizer
-    methods: Mapping[str, Any]
-    """Label to algorithm configuration."""
-    backends: tuple[Any, ...]
-    """Configurations of the attention backends that the task uses."""
+    methods: Mapping[str, Any]  # label to algorithm configuration
+    backends: tuple[Any, ...]  # configurations of the attention backends that the task uses
     workloads: tuple[Workload, ...]
 
     @property

@@ -24,8 +24,7 @@ from experiments.app.provenance import git_revision
 
 STATUS, CONFIG = "status.json", "config.yaml"
 RESUME, FORCE = "resume", "resume_force"
-ALIVE_S = 60.0
-"""A run on another machine whose heartbeat is younger than this is taken to go on."""
+ALIVE_S = 60.0  # a run on another machine whose heartbeat is younger than this is taken to go on
 
 
 def read_status(folder: Path) -> dict[str, Any]:

@@ -21,10 +21,8 @@ from specdec_kernels.checks import expect_at_least, expect_between, expect_choic
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FOLDER = REPO_ROOT / "configs"
-DRAFT_PATH = "draft_path"
-"""Key of a method's own drafter."""
-LARGEST_SEED = (2**63 - 1) // SEED_STRIDE - 1
-"""Largest seed of a run: the seeds of its requests fit into 64 bits."""
+DRAFT_PATH = "draft_path"  # key of a method's own drafter
+LARGEST_SEED = (2**63 - 1) // SEED_STRIDE - 1  # largest seed of a run: the seeds of its requests fit into 64 bits
 
 
 @dataclass

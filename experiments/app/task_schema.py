@@ -28,8 +28,7 @@ HYBRID = {"prefill": "torch", "decode": "fa4", "verify": "prefill"}
 """Settings of `hybrid` where task.backends names it, chosen so that it uses two different backends."""
 
 
-TASKS: dict[str, type[TaskConfig]] = {}
-"""Every task by name."""
+TASKS: dict[str, type[TaskConfig]] = {}  # every task by name
 LEAST = {"concurrency": 1, "page_sizes": 1, "batches": 1, "requests": 1, "limit": 1, "repeats": 1,
          "distribution_draws": 0, "min_tokens": 0, "temperatures": 0, "seeds": 0}  # fmt: skip
 """Least value of a setting, or of each value of a list."""

@@ -37,12 +37,9 @@ class Workload:
     requests: tuple[Request, ...]
     max_length: int
     """Tokens that the longest request can reach, prompt and answer, later turns of conversations included."""
-    markup: str
-    """How prompts become text: the chat template and its thinking mode."""
-    notes: tuple[str, ...] = ()
-    """Notes for a reader on the choice of the prompts."""
-    grammars: Grammars | None = None
-    """Compiles the grammars of the requests; None if they have none."""
+    markup: str  # how prompts become text: the chat template and its thinking mode
+    notes: tuple[str, ...] = ()  # notes for a reader on the choice of the prompts
+    grammars: Grammars | None = None  # compiles the grammars of the requests; None if they have none
 
     @property
     def name(self) -> str:

@@ -87,8 +87,7 @@ class Bench:
     peers: tuple[str, ...]
     seed: int
     limits: Limits
-    tuning: Mapping[str, int] = field(default_factory=dict)
-    """Fields that replace those of the launch table."""
+    tuning: Mapping[str, int] = field(default_factory=dict)  # fields that replace those of the launch table
 
 
 def measure(family: str, case: Case, bench: Bench) -> dict[str, Any]:

@@ -32,8 +32,7 @@ from specdec_kernels.attention import AttentionMetadata, AttentionShape, visible
 from specdec_kernels.compat import sglang
 from specdec_kernels.parity import tensors_in
 
-FOLDER_VARIABLE = "SPECDEC_PEERS"
-"""Environment variable: a folder with libraries of wheels that are not installed."""
+FOLDER_VARIABLE = "SPECDEC_PEERS"  # environment variable: a folder with libraries of wheels that are not installed
 WRITTEN = {
     "build_tree_kernel_efficient": (
         "tree_mask", "positions", "retrive_index", "retrive_next_token", "retrive_next_sibling",

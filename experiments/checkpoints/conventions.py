@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 
 DECLARED = "as declared"
 LAYER_IDS = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
-SAID_OTHERWISE = ("slots", "sample_from_anchor", "shift_label")
-"""Keys that say what `slots` says."""
-CLEARLY = 1.05
-"""A reading wins if its tokens per step are this much more than the declared one's."""
+SAID_OTHERWISE = ("slots", "sample_from_anchor", "shift_label")  # keys that say what `slots` says
+CLEARLY = 1.05  # a reading wins if its tokens per step are this much more than the declared one's
 PROMPTS = ("def is_even(n):", "Tom has 3 apples and buys 4 more. How many apples are there now?", "1, 2, 3, 4, 5, 6,")
 
 

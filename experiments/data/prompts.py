@@ -23,26 +23,21 @@ if TYPE_CHECKING:
 
 __all__ = ["DataConfig", "DataError", "JsonlData", "Prompt", "PromptSet", "datasets", "load_prompts"]
 
-SHIPPED = Path(__file__).parent
-"""The folder of this project's prompt files."""
+SHIPPED = Path(__file__).parent  # the folder of this project's prompt files
 
 
 @dataclass(frozen=True)
 class Prompt:
     """The input of one request, or of several in a row: the turns of a conversation."""
 
-    text: str
-    """Shown in reports, and encoded where there are no `turns`."""
+    text: str  # shown in reports, and encoded where there are no `turns`
     turns: tuple[str, ...] | None = None
     """User turns of a conversation, in order. Each becomes a request after the answer to the previous one."""
-    raw: bool = False
-    """Encode `text` without the chat template."""
+    raw: bool = False  # encode `text` without the chat template
     answer: str | None = None
     stop_strings: tuple[str, ...] = ()
-    where: str = ""
-    """Place in a file, as `file:line`."""
-    category: str | None = None
-    """The kind of the prompt, in sets that name kinds."""
+    where: str = ""  # place in a file, as `file:line`
+    category: str | None = None  # the kind of the prompt, in sets that name kinds
     grammar: Mapping[str, Any] | None = None
     """A grammar for the answer, with the keys of `sampling.grammar`, which it replaces; None keeps that one."""
 
@@ -76,8 +71,7 @@ class PromptSet:
 
     name: str
     prompts: tuple[Prompt, ...]
-    score: Score | None = None
-    """(prompt, generated text) to right or wrong; None where no answers are known."""
+    score: Score | None = None  # (prompt, generated text) to right or wrong; None where no answers are known
 
 
 @dataclass

@@ -38,8 +38,7 @@ MATH_SPELLINGS = (
 class PublicSet:
     """The source of a set, and functions that make user turns, an answer and a score of a record."""
 
-    hub_name: str | None
-    """None for a set that is not on the hub: the user brings its file."""
+    hub_name: str | None  # None for a set that is not on the hub: the user brings its file
     subset: str | None
     split: str
     turns: Callable[[Record], tuple[str, ...]]
@@ -50,8 +49,7 @@ class PublicSet:
     """User turns in the field's wording; None where that is `turns`."""
     package_file: tuple[str, str] | None = None
     """An installed package that carries the file, which is not imported, and the file's path in it."""
-    source: str = ""
-    """The place where a user finds the file."""
+    source: str = ""  # the place where a user finds the file
 
     def worded(self, record: Record, wording: str) -> tuple[str, ...]:
         """The user turns of `record`; one that holds nothing but turns has them already."""

@@ -9,12 +9,10 @@ from experiments.app.hardware import INTERPRETER
 from experiments.report.intervals import spread
 from experiments.report.metrics import num_faults
 
-Labelled = Sequence[tuple[str, Mapping[str, Any]]]
-"""Results with what a warning calls them."""
+Labelled = Sequence[tuple[str, Mapping[str, Any]]]  # results with what a warning calls them
 LOW_ACCEPTANCE = 0.05
 LARGEST_SPREAD = 0.2
-MOST_NAMED = 10
-"""Results that one warning names."""
+MOST_NAMED = 10  # results that one warning names
 NOT_A_GPU = {
     INTERPRETER: "Times are of Triton's interpreter on the CPU and say nothing about a GPU.",
     "reference": "Times are of plain torch on the CPU and say nothing about a GPU.",

@@ -15,8 +15,7 @@ from experiments.report.plots import Series, bars, chart, phase_bars
 from experiments.report.tables import DASH, Column, Result, at, counted, declared, figure, html_table, words
 
 STYLE_FILE = Path(__file__).with_name("page.css")
-Card = tuple[str, str, str | None]
-"""Figure, caption and tone (`good`, `bad` or None)."""
+Card = tuple[str, str, str | None]  # figure, caption and tone (`good`, `bad` or None)
 
 
 def render(

@@ -16,11 +16,9 @@ PHASE_COLOURS = {
     "host": "#d99a1c",
 }
 COLOURS = ("#3557d6", "#d9541c", "#1c8a4f", "#a445c9", "#18a0b8", "#d99a1c", "#8a5a3c", "#c2306b", "#6b7a1c", "#5b6475")
-WIDTH, LINE, LABEL, VALUE = 480, 22, 34, 150
-"""Sizes of `bars`: width, height of one, room for labels and for values."""
+WIDTH, LINE, LABEL, VALUE = 480, 22, 34, 150  # sizes of `bars`: width, height of one, room for labels and for values
 PLOT_WIDTH, PLOT_HEIGHT = 960, 420
-LEFT, RIGHT, TOP, BOTTOM = 70, PLOT_WIDTH - 20, 20, PLOT_HEIGHT - 46
-"""Edges of the area inside the axes."""
+LEFT, RIGHT, TOP, BOTTOM = 70, PLOT_WIDTH - 20, 20, PLOT_HEIGHT - 46  # edges of the area inside the axes
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,9 @@ class Series:
 
     name: str
     points: Sequence[tuple[float, float]]
-    hints: Sequence[str] = ()
-    """Shown by the pointer at each point; by default the name and both numbers."""
-    labels: Sequence[str] = ()
-    """Text at each point."""
-    band: Sequence[tuple[float, float]] = ()
-    """Interval of each y, drawn below the line."""
+    hints: Sequence[str] = ()  # shown by the pointer at each point; by default the name and both numbers
+    labels: Sequence[str] = ()  # text at each point
+    band: Sequence[tuple[float, float]] = ()  # interval of each y, drawn below the line
     joined: bool = True
     limit: bool = False
     """A dashed grey line without points, named at its end: a roof or a Pareto front. It has no entry in the key."""

@@ -25,8 +25,7 @@ from experiments.report.metrics import (
 Score = Callable[[int, str], bool]
 Look = Callable[[int, Mapping[str, Any]], dict[str, Any]]
 CLOCKS = ("decode", "wall")
-FEWEST_REQUESTS = 4
-"""From how many requests tokens per step have an interval."""
+FEWEST_REQUESTS = 4  # from how many requests tokens per step have an interval
 
 
 def quantiles(values: Sequence[float], **points: float) -> Any:

@@ -24,8 +24,7 @@ from rich.text import Text
 
 from experiments.report.json_log import to_json
 
-Result = Mapping[str, Any]
-"""One line of a table. The tasks declare their keys."""
+Result = Mapping[str, Any]  # one line of a table. The tasks declare their keys.
 DASH = "–"
 
 
@@ -36,12 +35,9 @@ class Column:
     title: str
     show: Callable[[Result], str]
     numeric: bool = True
-    tone: Callable[[Result], str | None] = lambda result: None
-    """Whether a cell is `good`, `bad` or neither (None)."""
-    narrow: bool = True
-    """Whether the terminal shows the column too; pages and files show all."""
-    help: str = ""
-    """The meaning of the figures."""
+    tone: Callable[[Result], str | None] = lambda result: None  # whether a cell is `good`, `bad` or neither (None)
+    narrow: bool = True  # whether the terminal shows the column too; pages and files show all
+    help: str = ""  # the meaning of the figures
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from experiments.report.tables import Result, flatten
 if TYPE_CHECKING:
     from algorithms.engine.session import StepReport
 
-LIVE_S = 2.0
-"""Seconds between two figures of a run that goes on."""
+LIVE_S = 2.0  # seconds between two figures of a run that goes on
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from experiments.tasks.throughput import repeated
 from specdec_kernels.launch import record_compilations
 
 CHOSEN, CONFIGURED = "adaptive", "configured"
-Key = tuple[str, str]
-"""Prompt set and setting."""
+Key = tuple[str, str]  # prompt set and setting
 
 
 class AdaptiveResult(MethodResult):

@@ -163,8 +163,7 @@ class ShapeScaler:
     dtype: torch.dtype
     device: torch.device
     generator: torch.Generator = field(repr=False)
-    has_codes: bool = False
-    """Whether tokens have codes, see the module."""
+    has_codes: bool = False  # whether tokens have codes, see the module
 
     def __post_init__(self) -> None:
         for name in (

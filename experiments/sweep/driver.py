@@ -43,8 +43,7 @@ EXTRAS = {
     "optuna": ("hydra_optuna_sweeper", "optuna"),
 }
 """Option of hydra/launcher or hydra/sweeper to the plugin that it needs, and the extra that installs it."""
-SHARING = ("basic", "gpus")
-"""Launchers that can keep a process for several jobs."""
+SHARING = ("basic", "gpus")  # launchers that can keep a process for several jobs
 JOBS_CONFIG = "sweep_jobs"
 
 

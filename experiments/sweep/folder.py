@@ -28,8 +28,7 @@ from experiments.report.tables import Column
 DONE, RUNNING, REFUSED, FAILED, KILLED, OPEN = "done", "running", "refused", "failed", "killed", "open"
 _TONES = {DONE: "good", FAILED: "bad", KILLED: "bad"}
 STATE = Column("state", lambda job: job["state"], numeric=False, tone=lambda job: _TONES.get(job["state"]))
-UNFINISHED = ("running", "interrupted")
-"""The status in status.json of a run whose process was killed or interrupted."""
+UNFINISHED = ("running", "interrupted")  # the status in status.json of a run whose process was killed or interrupted
 LOOKS, LOOK_S = 5, 0.1  # another process that looks at the state of a job holds its lock for a moment
 SWEEP, JOBS, LOGS, LOCKS = "sweep.json", "jobs", "logs", "locks"
 
@@ -41,15 +40,12 @@ class JobRecord:
     id: str
     overrides: list[str]
     program: list[str]
-    config: dict[str, Any] = field(default_factory=dict)
-    """The resolved configuration that matters."""
-    ended: str | None = None
-    """How the last attempt ended: done, refused, failed or killed; None where there was none."""
+    config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration that matters
+    ended: str | None = None  # how the last attempt ended: done, refused, failed or killed; None where there was none
     reason: str = ""
     exit_code: int | None = None
     wall_s: float | None = None
-    value: float | None = None
-    """The figure that a sweep maximises."""
+    value: float | None = None  # the figure that a sweep maximises
 
 
 class SweepFolder:

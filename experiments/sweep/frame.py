@@ -20,8 +20,7 @@ from experiments.sweep.folder import DONE, JobRecord, SweepFolder
 BASELINE = "autoregressive"
 INNER = ("data", "method", "concurrency", "level", "family", "case", "backend")
 """Figures that distinguish lines of one job."""
-WHERE = ("machine", "revision")
-"""Lines that differ here are compared with `mix` only."""
+WHERE = ("machine", "revision")  # lines that differ here are compared with `mix` only
 CONDITIONS = (*WHERE, "device", "impl", "dtype", "task")
 METRICS = (
     "tokens_per_step", "request_tokens_per_s", "wall_tokens_per_s", "speedup_decode", "speedup_wall", "lossless",

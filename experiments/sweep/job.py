@@ -21,10 +21,8 @@ from experiments.app.identity import job_id, what_matters
 from experiments.app.resume import check_unchanged, read_status
 from experiments.sweep.folder import DONE, FAILED, REFUSED, UNFINISHED, JobRecord, SweepFolder
 
-PROGRAM = "SPECDEC_PROGRAM"
-"""The program of a search, for the processes of its launcher."""
-JOB_KEYS = ("sweep.share_baseline=",)
-"""Settings of a sweep that a job has too."""
+PROGRAM = "SPECDEC_PROGRAM"  # the program of a search, for the processes of its launcher
+JOB_KEYS = ("sweep.share_baseline=",)  # settings of a sweep that a job has too
 Task = Callable[[Any, DictConfig], Any]
 
 

@@ -36,8 +36,7 @@ from experiments.sweep.folder import DONE, FAILED, KILLED, OPEN, REFUSED, RUNNIN
 from experiments.sweep.job import PROGRAM, Task, as_job
 
 MULTIRUN = ("-m", "--multirun")
-SHORT = {"sweep": "sweep.name", "shard": "sweep.shard"}
-"""Keys that are typed shorter than they are called."""
+SHORT = {"sweep": "sweep.name", "shard": "sweep.shard"}  # keys that are typed shorter than they are called
 SEARCH = {
     "hydra.sweeper.direction": "maximize",
     "hydra.sweeper.n_jobs": "1",

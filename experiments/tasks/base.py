@@ -58,18 +58,13 @@ class Task:
 
     name: ClassVar[str]
     columns: ClassVar[Sequence[Column]]
-    objective: ClassVar[str]
-    """Key of the figure that a sweep maximises."""
+    objective: ClassVar[str]  # key of the figure that a sweep maximises
 
-    keeps_parts: ClassVar[bool] = True
-    """Whether a resumed run takes over requests of a decoding that was not finished."""
+    keeps_parts: ClassVar[bool] = True  # whether a resumed run takes over requests of a decoding that was not finished
 
-    folder: RunFolder
-    """The folder in which requests are recorded as they end; set before `measure` is called."""
-    tracker: Tracker = Tracker()
-    """Receives the speed of the run while it goes on."""
-    baselines: BaselineStore | None = None
-    """Decodings of the target alone that jobs of a sweep share."""
+    folder: RunFolder  # the folder in which requests are recorded as they end; set before `measure` is called
+    tracker: Tracker = Tracker()  # receives the speed of the run while it goes on
+    baselines: BaselineStore | None = None  # decodings of the target alone that jobs of a sweep share
 
     def __init__(self, plan: Plan, target: Target, console: Console) -> None:
         self.plan, self.target, self.console = plan, target, console

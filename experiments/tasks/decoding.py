@@ -36,24 +36,17 @@ class Decoded:
     """One decoding of `requests` and what did it."""
 
     algo: str
-    config: dict[str, Any]
-    """Every setting of the algorithm."""
+    config: dict[str, Any]  # every setting of the algorithm
     requests: Sequence[Request]
-    generation: Generation
-    """All requests, those that ended before the run was resumed among them."""
-    timed: Generation
-    """The requests that its times are of."""
+    generation: Generation  # all requests, those that ended before the run was resumed among them
+    timed: Generation  # the requests that its times are of
     max_depth: int
     rule: str
     drafts_with_model: bool
-    attention: dict[str, str]
-    """Phase of the attention to what computed it."""
-    compiled: Sequence[str]
-    """Kernels that were compiled after the warm-up, one name per compilation."""
-    num_nodes: int
-    """Nodes verified per step, the root included."""
-    process: str = ""
-    """The process of the run whose clock the times are of; a run that is resumed has several."""
+    attention: dict[str, str]  # phase of the attention to what computed it
+    compiled: Sequence[str]  # kernels that were compiled after the warm-up, one name per compilation
+    num_nodes: int  # nodes verified per step, the root included
+    process: str = ""  # the process of the run whose clock the times are of; a run that is resumed has several
 
     @classmethod
     def by(cls, algo: Any, algorithm: Algorithm, backend: Any, **decoding: Any) -> Decoded:

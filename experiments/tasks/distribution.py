@@ -14,10 +14,8 @@ from algorithms.engine.request import Request
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import Target
 
-TOP_K = 8
-"""The test samples from this many tokens, so that its cells are few and well filled."""
-MIN_CELLS, MIN_EXPECTED = 8, 5
-"""Cells that a test should have, and draws that a cell must expect to be tested alone."""
+TOP_K = 8  # the test samples from this many tokens, so that its cells are few and well filled
+MIN_CELLS, MIN_EXPECTED = 8, 5  # cells that a test should have, and draws that a cell must expect to be tested alone
 Outcome = tuple[int, ...]
 
 

@@ -27,8 +27,7 @@ class Generate(Task):
     name = "generate"
     objective = "tokens_per_step"
     columns = GENERATE
-    records: Sequence[dict[str, Any]] = ()
-    """The lines of requests.jsonl, known once the run is measured."""
+    records: Sequence[dict[str, Any]] = ()  # the lines of requests.jsonl, known once the run is measured
 
     def measure(self) -> Sequence[Result]:
         (workload,) = self.plan.workloads

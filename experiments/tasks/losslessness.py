@@ -34,12 +34,9 @@ from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded, baseline_config
 from experiments.tasks.distribution import TOP_K, chi_square_p, filled_cells, testable_distribution
 from experiments.tasks.numerical_tie import lossless
 
-ALPHA = 1e-6
-"""A distribution test with a smaller p fails the run."""
-CHUNKS = (1, 24)
-"""Prompt tokens between two steps, in addition to the run's own number."""
-SEED_STEP = 7919
-"""Distance between the seeds of two turns."""
+ALPHA = 1e-6  # a distribution test with a smaller p fails the run
+CHUNKS = (1, 24)  # prompt tokens between two steps, in addition to the run's own number
+SEED_STEP = 7919  # distance between the seeds of two turns
 
 
 def _identical(result: Result | None) -> str:

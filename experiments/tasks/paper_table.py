@@ -33,8 +33,7 @@ from experiments.tasks.throughput import at_concurrency
 
 SPEEDUP, TOKENS = Figure("speedup", unit="×"), Figure("tokens/step")
 ACCEPTANCE, RATE = Figure("acceptance", 0, "%"), Figure("tokens/s", 0)
-POSITIONS = 8
-"""Draft positions that the tables of acceptance show."""
+POSITIONS = 8  # draft positions that the tables of acceptance show
 
 
 class PaperResult(MethodResult):

@@ -17,8 +17,7 @@ from experiments.app.conversation import Conversations
 from experiments.report.run_folder import RunFolder
 from experiments.tasks.decoding import Decoded
 
-NOT_KEPT = ("requests", "generation", "timed")
-"""Fields of `Decoded` that are put together from elsewhere."""
+NOT_KEPT = ("requests", "generation", "timed")  # fields of `Decoded` that are put together from elsewhere
 
 
 class Key(NamedTuple):

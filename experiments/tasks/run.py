@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from experiments.report.tables import Result
     from experiments.tasks.base import Task
 
-OWN_KEYS = ("name", "task", "objective", "failures", "rows")
-"""Keys of a summary that are no conditions of the run."""
+OWN_KEYS = ("name", "task", "objective", "failures", "rows")  # keys of a summary that are no conditions of the run
 
 
 def command(typed: Sequence[str]) -> str:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from experiments.app.atomic_write import whole_file
 
-WIDTH_MULTIPLE = 32
-"""Batches are as wide as their longest row, rounded up, so that few shapes occur."""
+WIDTH_MULTIPLE = 32  # batches are as wide as their longest row, rounded up, so that few shapes occur
 
 SAMPLED_ROWS = 32
 LARGEST_UINT16_VOCABULARY = 1 << 16
@@ -32,12 +31,9 @@ class Continuation:
 class Text:
     """Prompts with continuations, concatenated."""
 
-    tokens: np.ndarray
-    """[sum of lengths], uint16 or uint32."""
-    lengths: np.ndarray
-    """[R] int64: tokens of prompt and continuation."""
-    starts: np.ndarray
-    """[R] int64: tokens of the prompt."""
+    tokens: np.ndarray  # [sum of lengths], uint16 or uint32
+    lengths: np.ndarray  # [R] int64: tokens of prompt and continuation
+    starts: np.ndarray  # [R] int64: tokens of the prompt
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -83,14 +79,10 @@ class Text:
 class TrainingBatch:
     """Rows of prompt and continuation: the tokens from `starts` to `lengths` are the target's."""
 
-    tokens: Tensor
-    """[B, T] int64, zeros past a row's end."""
-    lengths: Tensor
-    """[B] int64."""
-    starts: Tensor
-    """[B] int64."""
-    num_tokens: int
-    """Tokens of all continuations."""
+    tokens: Tensor  # [B, T] int64, zeros past a row's end
+    lengths: Tensor  # [B] int64
+    starts: Tensor  # [B] int64
+    num_tokens: int  # tokens of all continuations
 
     @property
     def within(self) -> Tensor:

@@ -16,8 +16,7 @@ from experiments.app.atomic_write import whole_file
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 SUMMARY_FILE = "training_summary.json"
-NOT_A_LOSS = ("step", "tokens", "elapsed_s")
-"""Prefixes of columns that are no losses."""
+NOT_A_LOSS = ("step", "tokens", "elapsed_s")  # prefixes of columns that are no losses
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

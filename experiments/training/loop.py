@@ -27,12 +27,10 @@ from specdec_kernels.checks import expect_at_least, expect_between
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 LOG = "training.jsonl"
-COUNTERS = ("step", "tokens", "elapsed_s", "best", "rows")
-"""Attributes of the trainer in a checkpoint."""
+COUNTERS = ("step", "tokens", "elapsed_s", "best", "rows")  # attributes of the trainer in a checkpoint
 # Time in which the process or the machine was suspended does not count as training time.
 LONGEST_STEP_S = 60.0
-LONGEST_SILENCE_S = 60.0
-"""Longest time without a line of the log."""
+LONGEST_SILENCE_S = 60.0  # longest time without a line of the log
 PRINT_INTERVAL_S = 15.0
 
 

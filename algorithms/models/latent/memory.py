@@ -34,10 +34,8 @@ from specdec_kernels import (
 class LatentCache:
     """The stored rows of all layers, and the constants that their storing needs."""
 
-    rows: Tensor
-    """[layers, pages, page_size, latent + rope]."""
-    rope: Tensor
-    """[context, rope] float32."""
+    rows: Tensor  # [layers, pages, page_size, latent + rope]
+    rope: Tensor  # [context, rope] float32
     sizes: LatentConfig
 
     @property
@@ -55,12 +53,10 @@ class LatentMixer:
     of a layer before any attends."""
 
     cache: LatentCache
-    slots: Tensor
-    """[T] int64 over all groups."""
+    slots: Tensor  # [T] int64 over all groups
     positions: Tensor
     groups: tuple[tuple[torch.Size, AttentionMetadata], ...]
-    tokens: Tensor
-    """[T] int64 where several groups are joined."""
+    tokens: Tensor  # [T] int64 where several groups are joined
     impl: str
 
     @property

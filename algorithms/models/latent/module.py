@@ -27,12 +27,9 @@ LATENT_EPS = 1e-6
 class LatentWeights(NamedTuple):
     """A layer's parameters that belong to its mixer."""
 
-    norm: Tensor
-    """[latent]: RMSNorm of the latent."""
-    up_key: Tensor
-    """[H, nope, latent]: keys of each head from the latent."""
-    up_value: Tensor
-    """[H, value, latent]: values of each head."""
+    norm: Tensor  # [latent]: RMSNorm of the latent
+    up_key: Tensor  # [H, nope, latent]: keys of each head from the latent
+    up_value: Tensor  # [H, value, latent]: values of each head
 
 
 class LatentAttention(Mixing):

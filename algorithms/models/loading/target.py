@@ -21,8 +21,7 @@ from algorithms.models.scaled_linear import SUPPORTED, WeightFormat, quantise
 from algorithms.models.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
-FP8 = "fp8"
-"""`runtime.weight_dtype` that quantises weights."""
+FP8 = "fp8"  # `runtime.weight_dtype` that quantises weights
 NEUTRAL = {"logit_scale": 1.0, "output_multiplier": 1.0, "input_embedding_scale": 1.0, "is_neox_style": True}
 FOREIGN = (
     "is_neox_style",
@@ -48,8 +47,7 @@ class TargetFolder:
     path: Path
     origin: str | None = field(default=None, kw_only=True)
     """How the published weights were changed, such as `dequantised Q4_1`: `weights_origin` in `config.json`."""
-    weight_format: WeightFormat | None = field(default=None, kw_only=True)
-    """Of weights that are stored in float8."""
+    weight_format: WeightFormat | None = field(default=None, kw_only=True)  # of weights that are stored in float8
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ FLOAT8_DTYPE = "F8_E4M3"
 INTEGER_DTYPES = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL", "U8"), torch.uint8: ("U8",)}
 STORED_DTYPES = {**INTEGER_DTYPES, torch.float8_e4m3fn: (FLOAT8_DTYPE,)}
 NAMES_SHOWN = 5
-ROTARY_BUFFER = "rotary_emb.inv_freq"
-"""Stored by old versions of transformers; computed here."""
+ROTARY_BUFFER = "rotary_emb.inv_freq"  # stored by old versions of transformers; computed here
 
 
 def load_weights(

@@ -19,8 +19,7 @@ from torch import Tensor
 from algorithms.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
 from specdec_kernels import build_chain
 
-UNKNOWN = -1
-"""Entry of the script where no token is recorded. No draft equals it."""
+UNKNOWN = -1  # entry of the script where no token is recorded. No draft equals it.
 FIGURES = ("accepted", "ran_out")
 
 

@@ -19,8 +19,7 @@ class Drafts:
     """The drafts of one drafter for one output of n tokens: entry i is of a step that begins where i are committed."""
 
     accepted: list[int]
-    ran_out: list[bool]
-    """Whether the accepted path ends where nothing is drafted, or where the output ends."""
+    ran_out: list[bool]  # whether the accepted path ends where nothing is drafted, or where the output ends
 
 
 @dataclass(frozen=True)

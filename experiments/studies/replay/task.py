@@ -57,8 +57,7 @@ class Candidate:
 
     label: str
     kind: str
-    drafts: list[Drafts]
-    """One entry per output."""
+    drafts: list[Drafts]  # one entry per output
     max_depth: int
     num_nodes: int
 

@@ -75,8 +75,7 @@ from experiments.training.objectives.drafter import (
 from experiments.training.text.prompts import PROBE
 
 PUBLISHED_LAYERS = 5
-ANCHORS_AT_ONCE = 32
-"""Blocks of a row that held-out figures draft in one pass, to bound memory."""
+ANCHORS_AT_ONCE = 32  # blocks of a row that held-out figures draft in one pass, to bound memory
 
 
 @dataclass

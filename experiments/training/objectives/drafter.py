@@ -32,8 +32,7 @@ from specdec_kernels.checks import expect_at_least
 
 FEATURE_WEIGHT, MASK_FEATURE = "fc.weight", "mask_hidden"
 """The weight that reads captured features, in drafters that read any, and a trained one."""
-SMALLEST_SHARE = 0.1
-"""The smallest scale of a channel, as a share of its layer's median."""
+SMALLEST_SHARE = 0.1  # the smallest scale of a channel, as a share of its layer's median
 
 
 @dataclass
@@ -145,10 +144,8 @@ def num_steps(leading: Sequence[int], start: int, length: int, draft_len: int) -
 class DrafterObjective(Objective):
     """A drafter, its loss on a batch, and its drafts for known text."""
 
-    draft_len: int
-    """Draft length of the simulated tokens per step."""
-    added_parts: tuple[str, ...] = ()
-    """Parts of the names of weights that a drafter may be given later."""
+    draft_len: int  # draft length of the simulated tokens per step
+    added_parts: tuple[str, ...] = ()  # parts of the names of weights that a drafter may be given later
     scales: Tensor | None = None
     """Divisors `[layers, width]` of the captured features while the drafter trains, if it reads any."""
 

@@ -55,8 +55,7 @@ from specdec_kernels.checks import expect_at_least
 
 STEP_DISCOUNT = 0.8
 PUBLISHED_VOCABULARY = 32_000
-SMALLEST_PUBLISHED_TARGET = 7
-"""Layers from which on the published rule names three different ones."""
+SMALLEST_PUBLISHED_TARGET = 7  # layers from which on the published rule names three different ones
 
 
 @dataclass

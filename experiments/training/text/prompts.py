@@ -32,8 +32,7 @@ Write = Callable[[Sequence[Request], str], list[list[int]]]
 Take = Callable[[str, int, int], list[list[int]]]
 """(split, first, count) to token ids of prompts number `first` … `first` + `count` - 1 of the split, fewer where the
 source ends or a prompt cannot be used."""
-Splits = tuple[list[list[int]], list[list[int]]]
-"""Training prompts and held-out ones."""
+Splits = tuple[list[list[int]], list[list[int]]]  # training prompts and held-out ones
 
 
 def seed_of(*parts: object) -> int:
