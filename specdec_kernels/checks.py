@@ -76,10 +76,8 @@ def expect_contiguous(**tensors: torch.Tensor | None) -> None:
 
 
 def expect_tensors(others: Mapping[str, torch.Tensor | None] | None = None, /, **expected: Expected) -> None:
-    """Raise ValueError unless each tensor has its shape and dtype, is contiguous, and all are on one device.
-
-    Of `others` only the device is checked.
-    """
+    """Raise ValueError unless each tensor has its shape and dtype, is contiguous, and all are on one device. Of
+    `others` only the device is checked."""
     for name, (tensor, shape, dtype) in expected.items():
         if tensor is not None:
             expect_shape(name, tensor, shape)

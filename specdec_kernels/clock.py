@@ -15,8 +15,7 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
 
-_AMD_TICK_NS = 10
-"""AMD's real-time counter runs at 100 MHz."""
+_AMD_TICK_NS = 10  # AMD's real-time counter runs at 100 MHz
 
 
 @triton.jit(do_not_specialize=["place"])
@@ -37,11 +36,9 @@ def _border_kernel(
 
 
 def pass_border(times: torch.Tensor, place: int) -> None:
-    """Add the time since the last border to `times[place]` and restart the clock; place 0 only restarts it.
-
-    `times` [P + 1] int64, contiguous; `place` 0 to P. On a GPU this is work of the current stream and can be
-    captured; elsewhere it reads the host's clock at once. Raises ValueError if shape, dtype or place do not fit.
-    """
+    """Add the time since the last border to `times[place]` and restart the clock; place 0 only restarts it. `times` [P
+    + 1] int64, contiguous; `place` 0 to P. On a GPU this is work of the current stream and can be captured; elsewhere
+    it reads the host's clock at once. Raises ValueError if shape, dtype or place do not fit."""
     if times.dim() != 1 or times.dtype != torch.int64 or not times.is_contiguous():
         raise ValueError(f"times: expected a contiguous [P + 1] int64, got {list(times.shape)} {times.dtype}")
     if not 0 <= place < len(times):

@@ -34,10 +34,7 @@ def all_reduce_add_rms_norm(parts: Tensor, exchange: Exchange, slot: int, end: N
 
 def tell_numbers(numbers: Tensor, exchange: Exchange) -> Tensor:
     """The numbers that every rank sends of each row [ranks, R, width] int32; this rank sends `numbers` [R, width]
-    int32.
-
-    The slot follows the call, whose number is counted for each row in the first of the counters.
-    """
+    int32. The slot follows the call, whose number is counted for each row in the first of the counters."""
     told = []
     for row, own in enumerate(numbers):
         counter = _places(exchange, exchange.rank, 0, row + 1)[1][row]

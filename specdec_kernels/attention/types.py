@@ -16,11 +16,9 @@ MAX_PAGE_SIZE = 256
 
 
 class AttentionMetadata(NamedTuple):
-    """Shared by the layers of a forward. Layers of another window have their own.
-
-    Query row i is at slot L + i and sees the prefix [0, L) and, of the draft, slot L + j when
-    `mode="chain"`: j <= i; `mode="block"`: j < q_lens; `mode="tree"`: bit j of the row's mask words is set.
-    """
+    """Shared by the layers of a forward. Layers of another window have their own. Query row i is at slot L + i and sees
+    the prefix [0, L) and, of the draft, slot L + j when `mode="chain"`: j <= i; `mode="block"`: j < q_lens;
+    `mode="tree"`: bit j of the row's mask words is set."""
 
     page_table: Tensor
     """[B, P] int32; entries past the last used page are never read as page numbers."""

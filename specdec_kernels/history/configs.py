@@ -27,13 +27,10 @@ CONFIGS = {
     # In the interpreter the number of programs costs, not the number of lanes.
     "interpreter": HistoryConfig(scan=1 << 14, few=1, select=1 << 10, parts=2, programs=6, hash=1 << 12, copy=1 << 14),
 }
-NEW_HISTORIES = 16
-"""Histories whose ends are read first: as many as fill the list of a frequent token."""
+NEW_HISTORIES = 16  # histories whose ends are read first: as many as fill the list of a frequent token
 
 
 def draft_warps(candidates: int, nodes: int, requests: int) -> int:
-    """Warps of a program that drafts, whose tiles are [candidates, nodes] and [candidates, candidates].
-
-    Four warps are quicker than one, though not four times: they are used where there are few programs.
-    """
+    """Warps of a program that drafts, whose tiles are [candidates, nodes] and [candidates, candidates]. Four warps are
+    quicker than one, though not four times: they are used where there are few programs."""
     return 4 if requests <= 512 else min(4, max(1, candidates * max(candidates, nodes) // 256))

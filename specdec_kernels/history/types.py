@@ -12,16 +12,12 @@ from specdec_kernels.checks import expect_between
 
 MAX_CONTEXT, MAX_NGRAM, MAX_HISTORIES, MAX_AGE = 1 << 24, 63, 1 << 16, (1 << 16) - 1
 """Bounds of the fields of a match's rank. Histories older than `MAX_AGE` requests count as equally old."""
-ORDERS = ("latest", "frequent")
-"""Orders of drafts, see `specdec_kernels.history`."""
-MAX_SHORTFALL = 8
-"""A match shorter than the longest by more than this has no weight."""
+ORDERS = ("latest", "frequent")  # orders of drafts, see `specdec_kernels.history`
+MAX_SHORTFALL = 8  # a match shorter than the longest by more than this has no weight
 FULL_SHARE = 1 << 16
 """The share of a draft without better siblings; the weight of the longest match where candidates vote."""
-MAX_BETTER_SIBLINGS = 3
-"""Better siblings that lower a share, at most."""
-PROB_UNIT = 1024
-"""Path probabilities are rounded down to this part of a share."""
+MAX_BETTER_SIBLINGS = 3  # better siblings that lower a share, at most
+PROB_UNIT = 1024  # path probabilities are rounded down to this part of a share
 MIN_PROB_UNIT = 1024
 """The least path probability is a multiple of this part of one, so that kernel and definition agree exactly."""
 
@@ -60,11 +56,9 @@ class HistoryStore(NamedTuple):
     def create(
         cls, slots: int, kept: int, context: int, device: torch.device | str, corpus: Sequence[int] = ()
     ) -> HistoryStore:
-        """An empty store for `slots` requests of up to `context` tokens and `kept` finished ones.
-
-        The tokens of `corpus` are cut into histories of `context` tokens. Memory: 4 bytes a token. Raises ValueError
-        for sizes out of range.
-        """
+        """An empty store for `slots` requests of up to `context` tokens and `kept` finished ones. The tokens of
+        `corpus` are cut into histories of `context` tokens. Memory: 4 bytes a token. Raises ValueError for sizes out of
+        range."""
         expect_between("context", context, 1, MAX_CONTEXT - 1)
         parts = -(-len(corpus) // context)
         size = slots + kept + parts

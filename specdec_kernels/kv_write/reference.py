@@ -85,11 +85,9 @@ def _stored(x: Tensor, scale: float | Tensor | None, kv: Tensor) -> Tensor:
 
 
 def _store(kv: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Put keys, values [T, layers, H_kv, D] at `slots` of kv [layers, 2, pages, page_size, H_kv, D].
-
-    A token without a slot must write nothing, and the number of such tokens must not be read back. So it repeats the
-    write of an arbitrary stored token, or writes what slot 0 holds where none is stored.
-    """
+    """Put keys, values [T, layers, H_kv, D] at `slots` of kv [layers, 2, pages, page_size, H_kv, D]. A token without a
+    slot must write nothing, and the number of such tokens must not be read back. So it repeats the write of an
+    arbitrary stored token, or writes what slot 0 holds where none is stored."""
     layers, _, pages, page_size, kv_heads, head_dim = kv.shape
     new = torch.stack([keys, values], dim=2).permute(1, 2, 0, 3, 4)
     if not slots.numel() or not kv.numel():

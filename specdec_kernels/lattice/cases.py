@@ -25,11 +25,9 @@ def make_lattice(
     scale: float = 2.0,
     levels: int = 0,
 ) -> Lattice:
-    """Distinct ids in falling order of their logits, as `draft_topk` gives them.
-
-    `counts`: requests draft 0 to D positions; `mapped`: target ids are 7 i + 3; `levels`: logits are whole numbers
-    below it, in no order, so that values tie.
-    """
+    """Distinct ids in falling order of their logits, as `draft_topk` gives them. `counts`: requests draft 0 to D
+    positions; `mapped`: target ids are 7 i + 3; `levels`: logits are whole numbers below it, in no order, so that
+    values tie."""
     draws = torch.rand(batch, depth, vocab, generator=make.generator)
     tokens = draws.argsort(-1)[..., :candidates].contiguous().to(make.device)
     logits = make.normal(batch, depth, candidates, scale=scale).sort(-1, descending=True).values

@@ -8,10 +8,8 @@ import torch
 
 
 class Lattice(NamedTuple):
-    """D positions of a block with C candidates each, for B requests. The candidates of a position are distinct.
-
-    With a vocabulary every id of `tokens` is in [0, V').
-    """
+    """D positions of a block with C candidates each, for B requests. The candidates of a position are distinct. With a
+    vocabulary every id of `tokens` is in [0, V')."""
 
     tokens: torch.Tensor  # [B, D, C] int64, below 2^31: ids of the drafter
     logits: torch.Tensor  # [B, D, C] float32, float16 or bfloat16

@@ -37,9 +37,8 @@ def mla_inputs(
     **options: Any,
 ) -> dict[str, Any]:
     """Arguments of `mla_attention`: `lengths` committed tokens of each request and a random tree for `mode="tree"`.
-
-    With `tree_width` the rows are the last `num_nodes` nodes of a tree of that many, as in a drafter's expansion step.
-    """
+    With `tree_width` the rows are the last `num_nodes` nodes of a tree of that many, as in a drafter's expansion
+    step."""
     metadata, stored, _ = paged_requests(make, mode, num_nodes, lengths, page_size, q_lens, capacity, tree_width)
     cache = make.normal(*stored.shape, latent + rope).masked_fill_(~stored[:, :, None], float("nan"))
     mask = None

@@ -42,10 +42,8 @@ def mla_config(
     chip: str, latent: int, rows: int, max_length: int, split_tokens: int | None = None, itemsize: int = 2
 ) -> MlaConfig:
     """Row of the table for `rows` query rows of one request over at most `max_length` keys of `itemsize` bytes an
-    entry.
-
-    `split_tokens` replaces the table's split length, rounded up to a tile; shorter splits make the tile shorter.
-    """
+    entry. `split_tokens` replaces the table's split length, rounded up to a tile; shorter splits make the tile
+    shorter."""
     if chip == "interpreter":
         # A program costs the same for any tile, so one tile takes all rows or keys.
         block_m = min(_INTERPRETER_MAX_ROWS, max(_LEAST, _power_of_two(rows)))
@@ -84,10 +82,8 @@ def write_tile(chip: str, tokens: int, heads: int) -> dict[str, int]:
 
 
 def blocks(latent: int) -> tuple[int, int]:
-    """`latent` columns as a power of two and the padded power of two that holds the rest (0: none).
-
-    Large powers of two are halved: one accumulator of 512 columns takes twice its registers when it is stored.
-    """
+    """`latent` columns as a power of two and the padded power of two that holds the rest (0: none). Large powers of two
+    are halved: one accumulator of 512 columns takes twice its registers when it is stored."""
     first = 1 << (latent.bit_length() - 1)
     if first == latent and first > _WIDEST:
         return first // 2, first // 2

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-MAX_KERNEL_ROWS = 64
-"""Rows of x that the kernel takes by itself; more go to torch's matmul, which is then faster."""
+MAX_KERNEL_ROWS = 64  # rows of x that the kernel takes by itself; more go to torch's matmul, which is then faster
 _MOST_ROWS = 128  # of one program
 _INVARIANT_ROWS = (16, 32, 64, _MOST_ROWS, _MOST_ROWS + 1, 16 * _MOST_ROWS)
 _INTERPRETER_ROWS = 16

@@ -6,16 +6,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-GROUP = 128
-"""Rows and inner elements of the blocks that have one scale in published checkpoints."""
+GROUP = 128  # rows and inner elements of the blocks that have one scale in published checkpoints
 
 
 class ScaledWeight(NamedTuple):
-    """A weight [N, K] of float8 e4m3 codes, each of which is multiplied by the scale of its group.
-
-    codes [N, K] uint8, the bytes of `torch.float8_e4m3fn`, all finite. scales [ceil(N / group_rows),
-    ceil(K / group_inner)] float32. group_rows: a power of two up to 128. group_inner: 128, or K for one scale per row.
-    """
+    """A weight [N, K] of float8 e4m3 codes, each of which is multiplied by the scale of its group. codes [N, K] uint8,
+    the bytes of `torch.float8_e4m3fn`, all finite. scales [ceil(N / group_rows), ceil(K / group_inner)] float32.
+    group_rows: a power of two up to 128. group_inner: 128, or K for one scale per row."""
 
     codes: Tensor
     scales: Tensor

@@ -43,5 +43,4 @@ SELECTION = {
     ),
 }
 PENALTY_TILE = {"sm80": 2048, "sm90": 2048, "sm100": 2048, "gfx942": 2048, "interpreter": 8192}
-FORBID_TILE = 64
-"""Forbidden sequences that a program compares at a time, on every chip."""
+FORBID_TILE = 64  # forbidden sequences that a program compares at a time, on every chip

@@ -20,9 +20,7 @@ MASK_BITS = 32  # tokens of a word of the mask of `mask_tokens`
 
 class SamplingTensors(NamedTuple):
     """How tokens are sampled: one entry per request, or per row in `pick_tokens`. Without a temperature all is greedy.
-
-    The filters act in the order of the fields. They do not move an argmax, so greedy entries ignore them.
-    """
+    The filters act in the order of the fields. They do not move an argmax, so greedy entries ignore them."""
 
     temperature: Tensor | None = None  # [B] float32; above 0 samples, else the argmax; None is 0 for all
     top_k: Tensor | None = None  # [B] int32; <= 0 or >= V is off

@@ -130,10 +130,8 @@ _WIDE = (-1, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5, 5, 6, 6, 9, 9, 15, 
 def _sampled_tree(
     make: Maker, rule: str, batch: int, max_depth: int, unused: int = 2, shape: Sequence[int] = _PARENTS, **sizes: Any
 ) -> dict[str, Any]:
-    """Siblings sampled together, from rows that depend on the parent's place; independent samples may be equal.
-
-    The last `unused` nodes are in the tensor and not in the tree.
-    """
+    """Siblings sampled together, from rows that depend on the parent's place; independent samples may be equal. The
+    last `unused` nodes are in the tensor and not in the tree."""
     num_nodes = len(shape) + unused
     inputs = _sampled(make, rule, batch, num_nodes, max_depth=max_depth, **sizes)
     parents = make.tensor([[*shape] + [-2] * unused] * batch, torch.int32)

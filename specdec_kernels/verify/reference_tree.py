@@ -72,10 +72,8 @@ def accept_tree(call: Verification) -> tuple[Tensor, Tensor, Tensor]:
 def expected_accepted(
     rule: str, tokens: Tensor, tree: TreeLinks, logits: Tensor, max_depth: int, sampling: SamplingTensors, draft: Tensor
 ) -> Tensor:
-    """[B] float64: the mean number of accepted drafts over all uniforms, for the drafts in `tokens`.
-
-    Arguments as of `accept`, for one of `TREE_RULES` and with a temperature; `draft` [B, N, V] as of `draft_by_node`.
-    """
+    """[B] float64: the mean number of accepted drafts over all uniforms, for the drafts in `tokens`. Arguments as of
+    `accept`, for one of `TREE_RULES` and with a temperature; `draft` [B, N, V] as of `draft_by_node`."""
     assert sampling.temperature is not None
     target, greedy, valid = target_rows(logits, sampling, False)
     judged = judge_tree(rule, tokens, tree, target, greedy, valid, sampling.temperature > 0, draft, max_depth)

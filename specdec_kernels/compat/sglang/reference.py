@@ -36,11 +36,9 @@ def build_selected_tree(call: Selected) -> None:
 
 
 def _parents(selected: Tensor, parent_list: Tensor, topk: int) -> Tensor:
-    """[B, N] parent nodes of selected candidates. Candidate id f lies in row r = f // topk of the history.
-
-    The parent of row 0 (and of a negative id) is the root, that of row r > 0 the first selected candidate with id
-    `parent_list[b, r]`, -1 where r lies beyond the list or the parent was not selected.
-    """
+    """[B, N] parent nodes of selected candidates. Candidate id f lies in row r = f // topk of the history. The parent
+    of row 0 (and of a negative id) is the root, that of row r > 0 the first selected candidate with id
+    `parent_list[b, r]`, -1 where r lies beyond the list or the parent was not selected."""
     batch, drafts = selected.shape
     rows = parent_list.shape[1]
     row = selected.div(topk, rounding_mode="floor")
