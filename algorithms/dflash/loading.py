@@ -18,11 +18,8 @@ from algorithms.models.loading.weights import load_weights
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 VOCABULARY = ("d2t", "t2d")
 UNSUPPORTED = (
-    "add_swa_attention_sink_bias",
-    "attention_sink_bias",
-    "attention_value_scale",
-    "shift_label",
-)
+    "add_swa_attention_sink_bias", "attention_sink_bias", "attention_value_scale", "shift_label",
+)  # fmt: skip
 """Keys of families whose computation differs."""
 
 

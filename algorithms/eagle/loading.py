@@ -27,14 +27,9 @@ TENSORS = {
     P_EAGLE: "those of EAGLE-3 and mask_hidden, or a key that names a mask token",
 }
 UNSUPPORTED = (
-    "input_embedding_scale",
-    "causal_head",
-    "enable_confidence_head",
-    "final_logit_softcapping",
-    "num_anchors",
-    "projector_type",
-    "sample_from_anchor",
-)
+    "input_embedding_scale", "causal_head", "enable_confidence_head", "final_logit_softcapping", "num_anchors",
+    "projector_type", "sample_from_anchor",
+)  # fmt: skip
 """Keys that change the logits, or say that the file is a block drafter's."""
 UNSUPPORTED_EAGLE = (*UNSUPPORTED, "fc_norm", "norm_before_fc", "norm_before_residual")
 

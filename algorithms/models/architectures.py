@@ -83,16 +83,9 @@ def window_by_turns(config: Mapping[str, Any], num_layers: int) -> Windows:
 
 NEXT_LAYER = "model.layers.{num_layers}."  # tensors of one MTP layer behind the last layer
 _FLAGS = (
-    "qk_norm",
-    "qkv_bias",
-    "o_bias",
-    "mlp_bias",
-    "sinks",
-    "wide_norms",
-    "interleaved_rope",
-    "closing_norms",
+    "qk_norm", "qkv_bias", "o_bias", "mlp_bias", "sinks", "wide_norms", "interleaved_rope", "closing_norms",
     "gated_attention",
-)
+)  # fmt: skip
 _NUMBERS = ("soft_cap", "scale")
 _KINDS = ("mixings", "mlps")
 

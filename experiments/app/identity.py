@@ -19,14 +19,9 @@ from experiments.app.task_schema import TASKS
 NEUTRAL = ("hydra", "name", "samples", "tracker", "paths", "sweep", "resume", "resume_force")
 """Keys that change no figure."""
 TARGET_KEYS = (
-    "model",
-    "runtime/device",
-    "runtime/dtype",
-    "runtime/weight_dtype",
-    "runtime/impl",
-    "runtime/forward",
+    "model", "runtime/device", "runtime/dtype", "runtime/weight_dtype", "runtime/impl", "runtime/forward",
     "runtime/tensor_parallel",
-)
+)  # fmt: skip
 """Keys that decide which weights a process holds, where, and how its kernels run."""
 DIGITS = 12
 

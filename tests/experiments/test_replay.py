@@ -16,8 +16,7 @@ from algorithms.algorithm import DraftTree
 from experiments.app.step_times import StepTime, StepTimes, read_step_times
 from experiments.report.intervals import ratio_interval, wilson
 from experiments.report.json_log import json_lines
-from experiments.studies.replay.recorder import Recorder, confirmed
-from experiments.studies.replay.score import Recorded, _drafts
+from experiments.studies.replay.recorder import Recorded, Recorder, _drafts, confirmed
 from experiments.studies.replay.steps import Drafts, all_steps, engine_steps, perfect, steps_of, summary
 from experiments.studies.replay.task import Candidate, Replay, best_of_each_batch
 from specdec_kernels import build_tree

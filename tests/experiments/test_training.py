@@ -97,7 +97,13 @@ def _settings(**changes: object) -> TrainSettings:
 
 def _target_config(folder: Path, **changes: object) -> target_module.TargetTraining:
     shape = target_module.ShapeSettings(
-        vocab_size=400, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=16
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
     )
     batch = target_module.RowSettings(
         arithmetic_rows=1, drill_rows=1, arithmetic_length=384, code_rows=2, code_length=32
@@ -565,7 +571,10 @@ def test_block_attention_is_masked_attention_over_context_and_block(causal: bool
     """Against one masked softmax over all columns; anchor 0 sees its own block alone."""
     batch, length, size, heads, kv_heads, width = 2, 7, 3, 6, 2, 8
     decoder = target_module.decoder_config(
-        target_module.ShapeSettings(num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=width), 0
+        target_module.ShapeSettings(
+            num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width
+        ),
+        0,
     )
     config = DFlashConfig(decoder, size, (1,), 0, 4, (causal,))
     anchors, generator = torch.tensor([[0, 4], [2, 7]]), torch.Generator().manual_seed(0)

@@ -24,15 +24,9 @@ CONFIG_FILE = "config.json"
 FP8 = "fp8"  # `runtime.weight_dtype` that quantises weights
 NEUTRAL = {"logit_scale": 1.0, "output_multiplier": 1.0, "input_embedding_scale": 1.0, "is_neox_style": True}
 FOREIGN = (
-    "is_neox_style",
-    "logit_scale",
-    "parallel_drafting",
-    "pard_token",
-    "ptd_token_id",
-    "speculators_config",
-    "speculators_model_type",
-    "transformer_layer_config",
-)
+    "is_neox_style", "logit_scale", "parallel_drafting", "pard_token", "ptd_token_id", "speculators_config",
+    "speculators_model_type", "transformer_layer_config",
+)  # fmt: skip
 """Keys by which other families of drafters say how they are to be read."""
 OTHER_DRAFTER = "use the drafter that was trained for this target, or the target it was trained for"
 

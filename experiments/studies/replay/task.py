@@ -19,7 +19,7 @@ from experiments.app.step_times import StepTimes, read_step_times
 from experiments.report.html_page import acceptance_lines, section
 from experiments.report.metrics import AcceptanceFigures
 from experiments.report.tables import DASH, Metric, Result, columns, figure
-from experiments.studies.replay.score import Recorded, read_trace, score
+from experiments.studies.replay.recorder import Recorded, read_trace, score
 from experiments.studies.replay.steps import Drafts, all_steps, engine_steps, perfect, summary
 from experiments.tasks.base import Task
 from experiments.tasks.decoding import AUTOREGRESSIVE, baseline_config, make_algorithm

@@ -6,7 +6,7 @@ The summary holds the greedy accuracy of the rounded weights on the held-out pro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,16 @@ ANSWERS_AT_ONCE = 64
 
 @dataclass
 class ShapeSettings:
-    """Shape of the target: `hf_keys` are further keys of its `config.json`, by the names of its architecture."""
+    """Shape of the target, by the names of `config.json`; `hf_keys` are further keys of its architecture."""
 
     model_type: str = "qwen3"
     hf_keys: Any = None
     vocab_size: int = 2048
     hidden_size: int = 256
     intermediate_size: int = 768
-    num_layers: int = 6
-    num_heads: int = 4
-    num_kv_heads: int = 2
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
     head_dim: int = 64
     max_position_embeddings: int = 1024
     rope_theta: float = 10000.0
@@ -116,24 +116,10 @@ class TargetTraining(TrainingConfig):
 
 def decoder_config(settings: ShapeSettings, eos: int) -> DecoderConfig:
     """The shape that `settings` describe. Raises ValueError where the architecture cannot have it."""
-    config = DecoderConfig.from_hf(
-        {
-            "model_type": settings.model_type,
-            "vocab_size": settings.vocab_size,
-            "hidden_size": settings.hidden_size,
-            "intermediate_size": settings.intermediate_size,
-            "num_hidden_layers": settings.num_layers,
-            "num_attention_heads": settings.num_heads,
-            "num_key_value_heads": settings.num_kv_heads,
-            "head_dim": settings.head_dim,
-            "max_position_embeddings": settings.max_position_embeddings,
-            "rope_theta": settings.rope_theta,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-            "eos_token_id": eos,
-            **(settings.hf_keys or {}),
-        }
-    )
+    keys = asdict(settings)
+    further = keys.pop("hf_keys") or {}
+    fixed = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "eos_token_id": eos}
+    config = DecoderConfig.from_hf({**keys, **fixed, **further})
     config.to_hf()
     return config
 
