@@ -17,16 +17,6 @@ from specdec_kernels.attention.reference import stored_keys, visible_keys
 from specdec_kernels.attention.types import MODES, AttentionMetadata, AttentionShape, TileSchedule
 
 __all__ = [
-    "UNSPLIT",
-    "MODES",
-    "AttentionMetadata",
-    "AttentionShape",
-    "TileSchedule",
-    "mask_paths",
-    "paged_attention",
-    "paged_attention_with_lse",
-    "plan_attention",
-    "plan_levels",
-    "stored_keys",
-    "visible_keys",
-]
+    "UNSPLIT", "MODES", "AttentionMetadata", "AttentionShape", "TileSchedule", "mask_paths", "paged_attention",
+    "paged_attention_with_lse", "plan_attention", "plan_levels", "stored_keys", "visible_keys",
+]  # fmt: skip

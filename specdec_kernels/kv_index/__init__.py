@@ -16,12 +16,6 @@ from specdec_kernels.kv_index.api import (
 from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
 
 __all__ = [
-    "FlashAttentionIndices",
-    "FlashInferIndices",
-    "LevelSlots",
-    "flash_attention_table",
-    "flashinfer_indices",
-    "level_slots",
-    "move_accepted",
-    "token_slots",
-]
+    "FlashAttentionIndices", "FlashInferIndices", "LevelSlots", "flash_attention_table", "flashinfer_indices",
+    "level_slots", "move_accepted", "token_slots",
+]  # fmt: skip

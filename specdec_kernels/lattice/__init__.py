@@ -17,15 +17,6 @@ from specdec_kernels.lattice.api import (
 from specdec_kernels.lattice.types import Lattice, PairFactors, RnnStep, SampledChain
 
 __all__ = [
-    "Lattice",
-    "PairFactors",
-    "RnnStep",
-    "SampledChain",
-    "dense_probs",
-    "greedy_chain",
-    "gru_step",
-    "lattice_tree",
-    "pair_scores",
-    "rnn_step",
-    "sample_chain",
-]
+    "Lattice", "PairFactors", "RnnStep", "SampledChain", "dense_probs", "greedy_chain", "gru_step", "lattice_tree",
+    "pair_scores", "rnn_step", "sample_chain",
+]  # fmt: skip

@@ -27,22 +27,7 @@ from specdec_kernels.sampling.types import (
 )
 
 __all__ = [
-    "ACCEPT_STREAM",
-    "BONUS_STREAM",
-    "DRAFT_STREAM",
-    "MASK_BITS",
-    "RECOVER_STREAM",
-    "TARGET_STREAM",
-    "Picked",
-    "SamplingTensors",
-    "apply_penalties",
-    "count_tokens",
-    "filtered_probs",
-    "forbid_tokens",
-    "mask_tokens",
-    "philox_uniform",
-    "pick_tokens",
-    "row_distribution",
-    "top_k_renorm",
-    "top_p_renorm",
-]
+    "ACCEPT_STREAM", "BONUS_STREAM", "DRAFT_STREAM", "MASK_BITS", "RECOVER_STREAM", "TARGET_STREAM", "Picked",
+    "SamplingTensors", "apply_penalties", "count_tokens", "filtered_probs", "forbid_tokens", "mask_tokens",
+    "philox_uniform", "pick_tokens", "row_distribution", "top_k_renorm", "top_p_renorm",
+]  # fmt: skip

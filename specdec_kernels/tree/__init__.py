@@ -32,23 +32,7 @@ from specdec_kernels.tree.types import (
 )
 
 __all__ = [
-    "MAX_NODES",
-    "UNUSED_PARENT",
-    "Candidates",
-    "DraftTopk",
-    "Frontier",
-    "MergedTree",
-    "Selection",
-    "TreeLinks",
-    "best_first_tree",
-    "build_chain",
-    "build_tree",
-    "draft_topk",
-    "sample_children",
-    "expand_tree",
-    "links_from_mask",
-    "mask_words",
-    "merge_trees",
-    "rerank_tree",
-    "tree_parents",
-]
+    "MAX_NODES", "UNUSED_PARENT", "Candidates", "DraftTopk", "Frontier", "MergedTree", "Selection", "TreeLinks",
+    "best_first_tree", "build_chain", "build_tree", "draft_topk", "sample_children", "expand_tree", "links_from_mask",
+    "mask_words", "merge_trees", "rerank_tree", "tree_parents",
+]  # fmt: skip

@@ -5,13 +5,6 @@ from specdec_kernels.verify.reference_tree import draft_by_node, expected_accept
 from specdec_kernels.verify.types import CHAIN_RULES, RULES, SAMPLED_RULES, TREE_RULES, Accepted
 
 __all__ = [
-    "CHAIN_RULES",
-    "RULES",
-    "SAMPLED_RULES",
-    "TREE_RULES",
-    "Accepted",
-    "accept",
-    "accept_targets",
-    "draft_by_node",
+    "CHAIN_RULES", "RULES", "SAMPLED_RULES", "TREE_RULES", "Accepted", "accept", "accept_targets", "draft_by_node",
     "expected_accepted",
-]
+]  # fmt: skip

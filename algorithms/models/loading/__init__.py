@@ -11,12 +11,5 @@ from algorithms.models.loading.target import (
 )
 
 __all__ = [
-    "ModelError",
-    "Target",
-    "TargetFolder",
-    "load_draft",
-    "load_target",
-    "read_draft",
-    "read_target",
-    "resolve_folder",
-]
+    "ModelError", "Target", "TargetFolder", "load_draft", "load_target", "read_draft", "read_target", "resolve_folder",
+]  # fmt: skip
