@@ -30,23 +30,18 @@ class Resources:
     backend: Backend
     device: torch.device
     dtype: torch.dtype
-    kv_dtype: torch.dtype
-    """The dtype of stored keys and values: `dtype`, or float8_e4m3fn."""
+    kv_dtype: torch.dtype  # the dtype of stored keys and values: `dtype`, or float8_e4m3fn
     num_pages: int
     page_size: int
-    context: int
-    """Positions that a request may reach, drafts beyond its end included."""
-    max_batch: int
-    """Slots: requests that run, and those whose prompts are prefilled ahead."""
+    context: int  # positions that a request may reach, drafts beyond its end included
+    max_batch: int  # slots: requests that run, and those whose prompts are prefilled ahead
     impl: str
-    fused: bool = False
-    """Whether models run fused kernels, or torch's operations one by one."""
+    fused: bool = False  # whether models run fused kernels, or torch's operations one by one
     deterministic: bool = False
     """Whether the target computes a token bit for bit alike, regardless of the rest of the batch."""
     needs_path_probs: bool = False
     """Whether trees must have `path_probs`: with `runtime.adaptive`, a step verifies the most likely nodes."""
-    caches: list[Any] = field(default_factory=list)
-    """Every `KVCache` of the run, the target's and the drafter's."""
+    caches: list[Any] = field(default_factory=list)  # every `KVCache` of the run, the target's and the drafter's
     histories: list[Any] = field(default_factory=list)
     """Every `TokenHistories` of the run, which drafters read; the engine writes them."""
 
@@ -160,21 +155,16 @@ class Algorithm:
     Config: ClassVar[type]
     """A dataclass with a field `name` whose default is the algorithm's name; its fields are the settings `algo.…`."""
     needs_draft_model: bool = False
-    finds_draft_model: bool = False
-    """Whether the target's own folder may hold the drafter, where none is named."""
+    finds_draft_model: bool = False  # whether the target's own folder may hold the drafter, where none is named
 
-    target_layers: tuple[int, ...] = ()
-    """Target layers whose output `observe` receives."""
+    target_layers: tuple[int, ...] = ()  # target layers whose output `observe` receives
     observes_verified: bool = False
     """Whether `observe` receives all verified nodes, rejected ones too: `Observation.verified`."""
-    num_nodes: int = 1
-    """N: nodes verified per step, node 0 included."""
-    max_depth: int = 0
-    """D: most drafts that one step can accept."""
+    num_nodes: int = 1  # N: nodes verified per step, node 0 included
+    max_depth: int = 0  # D: most drafts that one step can accept
     chain: bool = True
     """Whether the parent of node i is node i - 1: nothing moves at commit, and attention needs no bit mask."""
-    rule: str = "target_only"
-    """Acceptance rule, see `specdec_kernels.accept`."""
+    rule: str = "target_only"  # acceptance rule, see `specdec_kernels.accept`
     recorder: Algorithm | None = None
     """The algorithm that first decodes all requests. `propose` then finds their outputs in `Batch.history`, behind
     position L."""

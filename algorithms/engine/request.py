@@ -18,16 +18,12 @@ class EngineError(ValueError):
 class Request:
     """One prompt and how it is to be continued. A stop token is kept in the output, a stop string is removed."""
 
-    id: int
-    """Names the request; unique among the requests that are served at one time."""
+    id: int  # names the request; unique among the requests that are served at one time
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    eos_token_ids: frozenset[int] = frozenset()
-    """The model's end-of-text tokens, which `sampling.ignore_eos` lets pass."""
-    stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that always end the request."""
-    continuation: tuple[int, ...] = ()
-    """What the target will answer, for an algorithm with a `recorder`."""
+    eos_token_ids: frozenset[int] = frozenset()  # the model's end-of-text tokens, which `sampling.ignore_eos` lets pass
+    stop_token_ids: frozenset[int] = frozenset()  # tokens that always end the request
+    continuation: tuple[int, ...] = ()  # what the target will answer, for an algorithm with a `recorder`
 
     def with_sampling(self, **changes: Any) -> Request:
         """The same request with other sampling parameters."""
@@ -86,8 +82,7 @@ class Draft(NamedTuple):
     """A drafted token of one step."""
 
     token: int
-    parent: int
-    """Place of the draft that it follows in the list of its step; -1 for the last committed token."""
+    parent: int  # place of the draft that it follows in the list of its step; -1 for the last committed token
     accepted: bool
     target_logprob: float | None
     """The target's log-probability, as in `Completion.logprobs`; None for a token that cannot be written there."""
@@ -120,8 +115,7 @@ class Completion:
     parsed: bool | None = None
     """Whether the output is complete in the request's grammar, which a truncated one seldom is; None without a
     grammar."""
-    error: str = ""
-    """Why the request failed; empty unless `finish_reason` is `error`."""
+    error: str = ""  # why the request failed; empty unless `finish_reason` is `error`
     accepted_counts: list[int] = field(default_factory=list)
     drafted_counts: list[int] = field(default_factory=list)
     ran_out: list[bool] = field(default_factory=list)

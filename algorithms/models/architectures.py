@@ -124,10 +124,8 @@ class Architecture:
     soft_cap: str | None = None
     scale: str | None = None
     windows: WindowRule = no_windows
-    mixings: LayerRule | None = None
-    """None: all layers have attention."""
-    mlps: LayerRule | None = None
-    """None: all layers have SwiGLU."""
+    mixings: LayerRule | None = None  # None: all layers have attention
+    mlps: LayerRule | None = None  # None: all layers have SwiGLU
     mtp_prefix: str | None = None
     """Prefix of the tensors of MTP layers, which are no part of the language model; `{num_layers}` stands for its
     layers."""

@@ -32,8 +32,7 @@ class Block(nn.Module):
     """The part of every layer after its mixing: the projection, a norm, the MLP, and two residual additions."""
 
     mixing_name = "self_attn"
-    self_attn: Attention
-    """Where the layer has attention."""
+    self_attn: Attention  # where the layer has attention
     post_attention_layernorm: RMSNorm
     mlp: MLP
     post_self_attn_layernorm: RMSNorm | None

@@ -24,8 +24,7 @@ class Fusable(nn.Module):
     batch_invariant: bool = False
     float32: tuple[str, ...] = ()
     """Names of own parameters and buffers that stay in float32, whatever the dtype of the model."""
-    unscaled: tuple[str, ...] = ()
-    """Names of own projections that stay as they are where weights are quantised."""
+    unscaled: tuple[str, ...] = ()  # names of own projections that stay as they are where weights are quantised
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
         """Rename, split or join the tensors of a checkpoint, `loading.stored.Stored` by name, that begin with `prefix`

@@ -27,12 +27,9 @@ _POINTER_TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
-ALIGNMENT = 16
-"""Bytes of a pointer, or a factor of an integer, that the just-in-time compiler specialises on."""
-_DIFFERENT = 4099
-"""Floats of an input before they repeat."""
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Types of weights and activations that a run can have."""
+ALIGNMENT = 16  # bytes of a pointer, or a factor of an integer, that the just-in-time compiler specialises on
+_DIFFERENT = 4099  # floats of an input before they repeat
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # types of weights and activations that a run can have
 
 
 @dataclass(frozen=True)
