@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from algorithms.engine.request import Completion, Request
+from algorithms.models.tokenizer import Tokenizer
 from experiments.data.prompts import Prompt
-
-if TYPE_CHECKING:
-    from algorithms.engine.request import Completion, Request
-    from algorithms.models.tokenizer import Tokenizer
 
 SLACK_PER_TURN = 32  # tokens by which an answer may grow when its text is encoded again, and the markup around it
 

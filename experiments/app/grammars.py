@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from algorithms.engine.grammar import GrammarError, Grammars
+from algorithms.engine.request import Request
+from algorithms.models.tokenizer import Tokenizer
 from algorithms.step.sampling_params import GRAMMARS, GrammarParams
 from experiments.app.errors import UserError
-
-if TYPE_CHECKING:
-    from algorithms.engine.grammar import Grammars
-    from algorithms.engine.request import Request
-    from algorithms.models.tokenizer import Tokenizer
 
 FILE = "@"  # on the command line a grammar that begins so is the name of a file; one that begins with two is text
 
@@ -51,8 +49,6 @@ def compile_all(
 ) -> Grammars | None:
     """A compiler that has compiled what `requests` need; None if they need none. Raises UserError that names the place
     of the first request whose grammar cannot be compiled."""
-    from algorithms.engine.grammar import GrammarError, Grammars
-
     constrained = [request for request in requests if request.sampling.constrained]
     if not constrained:
         return None

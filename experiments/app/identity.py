@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from experiments.app.schema import REPO_ROOT
 from experiments.app.task_schema import TASKS
+from experiments.report.tables import at
 
 NEUTRAL = ("hydra", "name", "samples", "tracker", "paths", "sweep", "resume", "resume_force")
 """Keys that change no figure."""
@@ -24,6 +25,8 @@ TARGET_KEYS = (
 )  # fmt: skip
 """Keys that decide which weights a process holds, where, and how its kernels run."""
 DIGITS = 12
+SHARE_TARGET = "SPECDEC_SHARE_TARGET"
+"""Environment variable that is 1 in a process that runs one job of a sweep after the other."""
 
 
 def what_matters(cfg: DictConfig) -> dict[str, Any]:
@@ -65,14 +68,6 @@ def job_id(cfg: DictConfig) -> str:
 def target_id(matters: Mapping[str, Any]) -> str:
     """The same for all jobs whose processes may share one loaded target."""
     return digest([at(matters, key) for key in TARGET_KEYS])
-
-
-def at(values: Mapping[str, Any], path: str) -> Any:
-    """The value under a path such as `algo/topk`; None where there is none."""
-    found: Any = values
-    for key in path.split("/"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
 
 
 def _portable(value: Any) -> Any:

@@ -6,28 +6,31 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlparse
 
+import torch
+
+from algorithms.algorithm import AttentionCalls
+from algorithms.attention.backends.selection import backends, check_calls
+from algorithms.attention.cache import KVScales, load_kv_scales
+from algorithms.models.folder import is_absent, resolve_folder
+from algorithms.models.loading import Target, TargetFolder, read_target
+from algorithms.models.loading.stored import stored_tensors
+from algorithms.models.loading.target import check_shareable, check_weight_dtype
+from algorithms.models.tokenizer import Tokenizer
+from algorithms.parallel.tensor_parallel import own_share
+from algorithms.registry import available
 from experiments.app.distributed import join, load_shared
 from experiments.app.errors import UserError, unknown_option_message, user_errors
 from experiments.app.hardware import Hardware, resolve_hardware
+from experiments.app.identity import SHARE_TARGET
 from experiments.app.schema import DRAFT_PATH, ModelConfig, RunConfig, TrackerConfig
 from experiments.app.step_times import read_step_times
 from experiments.app.task_schema import MethodsTask
 from experiments.app.workload import Workload, make_workload
 from experiments.data.prompts import load_prompts
 
-if TYPE_CHECKING:
-    import torch
-
-    from algorithms.algorithm import AttentionCalls
-    from algorithms.attention.cache import KVScales
-    from algorithms.models.loading import Target, TargetFolder
-    from algorithms.models.tokenizer import Tokenizer
-
-SHARE_TARGET = "SPECDEC_SHARE_TARGET"
-"""Environment variable that is 1 in a process that runs one row of a sweep after the other."""
 _kept_targets: dict[tuple[str, str, str, str, int], Target] = {}
 
 
@@ -56,9 +59,6 @@ class Plan:
 
     def kv_scales(self) -> KVScales | None:
         """This process's share of the factors of stored keys and values, which were checked before."""
-        from algorithms.attention.cache import KVScales, load_kv_scales
-        from algorithms.parallel.tensor_parallel import own_share
-
         path = self.config.runtime.kv_scales
         if kv_dtype_of(self.config) is None or path is None:
             return None
@@ -99,17 +99,9 @@ def resolve(config: RunConfig) -> Plan:
     missing or ambiguous, the hardware, the target folder, settings and drafters of the algorithms, truncated weight
     files, the backends and what of them can be captured, prompts, processes, tokenizer.
     """
-    from algorithms.attention.cache import load_kv_scales
-    from algorithms.models.folder import resolve_folder
-    from algorithms.models.loading import read_target
-    from algorithms.models.loading.stored import stored_tensors
-    from algorithms.models.loading.target import check_shareable, check_weight_dtype
-    from algorithms.models.tokenizer import Tokenizer
-    from algorithms.registry import available
-
     task = config.task
     with user_errors(ValueError, OSError):
-        methods, backends, sets = task.methods_of(config), task.backends_of(config), task.data_of(config)
+        methods, used, sets = task.methods_of(config), task.backends_of(config), task.data_of(config)
     _check_tracker(config.tracker)
     check_target_there(config.model)
     _check_drafters_named(config, methods)
@@ -130,7 +122,7 @@ def resolve(config: RunConfig) -> Plan:
         if kv_dtype_of(config) is not None and config.runtime.kv_scales is not None:
             load_kv_scales(config.runtime.kv_scales, target.config)
     _check_adaptive(config, methods)
-    for backend in backends:
+    for backend in used:
         _check_backend(config, backend, hardware, target, methods, drafters)
     with user_errors(ValueError, OSError):
         prompts = [load_prompts(data) for data in sets]
@@ -141,7 +133,7 @@ def resolve(config: RunConfig) -> Plan:
             make_workload(config, data, chosen, tokenizer, target.config)
             for data, chosen in zip(sets, prompts, strict=True)
         )
-    return Plan(config, hardware, target, tokenizer, methods, tuple(backends), workloads)
+    return Plan(config, hardware, target, tokenizer, methods, tuple(used), workloads)
 
 
 def _check_tracker(tracker: TrackerConfig) -> None:
@@ -161,17 +153,12 @@ def _check_tracker(tracker: TrackerConfig) -> None:
 
 def check_target_there(model: ModelConfig) -> None:
     """Say how to get a target that is not there, where its option knows."""
-    from algorithms.models.folder import is_absent
-
     if model.obtain is not None and is_absent(model.path):
         raise UserError(f"model={model.name}: there is no folder {model.path}\n{model.obtain}")
 
 
 def _check_drafters_named(config: RunConfig, methods: Mapping[str, Any]) -> None:
     """Refuse a drafter that is not named or not there, that no algorithm takes, or that several would take."""
-    from algorithms.models.folder import is_absent
-    from algorithms.registry import available
-
     model = config.model
     for name in model.drafts:
         if name not in available():
@@ -216,11 +203,6 @@ def _check_backend(
 ) -> None:
     """Refuse a backend that cannot run here, be captured as asked, or serve the target or one of the `drafters`, each
     with the setting that asks for it."""
-    import torch
-
-    from algorithms.algorithm import AttentionCalls
-    from algorithms.attention.backends.selection import backends, check_calls
-
     with user_errors(ValueError):
         backend = backends()[chosen.name](chosen, hardware.impl, config.runtime.deterministic)
         for asked in config.task.graphs_of(config, hardware.can_capture):
@@ -235,8 +217,6 @@ def _check_backend(
 
 def kv_dtype_of(config: RunConfig) -> torch.dtype | None:
     """The dtype of stored keys and values in `config`; None is the dtype of the weights."""
-    import torch
-
     unused = "runtime.kv_dtype" in config.task.IGNORED
     return None if unused or config.runtime.kv_dtype == "auto" else torch.float8_e4m3fn
 
@@ -266,8 +246,6 @@ def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
 
 def check_capture(level: str, hardware: Hardware, backend: Any) -> None:
     """Refuse a level of capture that the device or the backend cannot have. Raises UserError."""
-    from algorithms.attention.backends.selection import backends
-
     if level == "none":
         return
     if not hardware.can_capture:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
@@ -21,6 +21,7 @@ from yaml import YAMLError
 from experiments.app.errors import UserError
 from experiments.app.locks import locked
 from experiments.app.provenance import git_revision
+from experiments.report.tables import flatten
 
 STATUS, CONFIG = "status.json", "config.yaml"
 RESUME, FORCE = "resume", "resume_force"
@@ -90,7 +91,9 @@ def own_words(overrides: Sequence[str]) -> list[str]:
 
 def check_unchanged(folder: Path, composed: DictConfig, forced: bool) -> None:
     """Raise UserError, unless `forced`, where configuration or revision differ from the run in `folder`."""
-    now, then = _flat(composed), _flat(_stored(folder))
+    now, then = (
+        flatten(cast(Any, OmegaConf.to_container(each, resolve=True)), by=".") for each in (composed, _stored(folder))
+    )
     changes = [
         f"{key}: {then.get(key)} in the run, {now.get(key)} now"
         for key in dict.fromkeys([*then, *now])
@@ -111,13 +114,4 @@ def _stored(folder: Path) -> Any:
         raise UserError(f"{RESUME}={folder}: {CONFIG} cannot be read: {error}") from error
     if not isinstance(found, DictConfig) or not found:
         raise UserError(f"{RESUME}={folder}: {CONFIG} holds no settings\nstart the run again")
-    return found
-
-
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key to value of a configuration."""
-    tree: Any = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return found

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from algorithms.engine.grammar import Grammars
+from algorithms.engine.request import Request
 from algorithms.frontend import make_request, request_seed
+from algorithms.models.config import DecoderConfig
+from algorithms.models.tokenizer import Tokenizer
 from experiments.app.conversation import longest_turn
 from experiments.app.errors import UserError
 from experiments.app.grammars import compile_all, grammar_of
 from experiments.app.schema import RunConfig
 from experiments.data.prompts import Prompt, PromptSet
-
-if TYPE_CHECKING:
-    from algorithms.engine.grammar import Grammars
-    from algorithms.engine.request import Request
-    from algorithms.models.config import DecoderConfig
-    from algorithms.models.tokenizer import Tokenizer
 
 
 class Entry(NamedTuple):

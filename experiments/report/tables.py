@@ -107,7 +107,7 @@ def at(result: Result, path: str) -> Any:
     """The value under `path`, such as `step_ms/median`; None where a part of the path is missing."""
     found: Any = result
     for key in path.split("/"):
-        found = None if found is None else found.get(key)
+        found = found.get(key) if isinstance(found, Mapping) else None
     return found
 
 
@@ -182,9 +182,10 @@ def csv_text(results: Sequence[Result]) -> str:
     return lines.getvalue()
 
 
-def flatten(values: Result, prefix: str = "") -> dict[str, Any]:
-    """Nested figures under names such as `phase_times_ms/draft`."""
+def flatten(values: Result, by: str = "/", prefix: str = "") -> dict[str, Any]:
+    """Nested figures under names such as `phase_times_ms/draft`, whose parts are joined `by` this."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        name = f"{prefix}{key}"
+        flat |= flatten(value, by, f"{name}{by}") if isinstance(value, Mapping) else {name: value}
     return flat

@@ -119,7 +119,7 @@ def _wandb_run(config: TrackerConfig, folder: Path, settings: Mapping[str, Any],
         dir=str(folder),
         job_type=task,
         tags=config.tags,
-        config={name.replace("/", "."): value for name, value in flatten(settings).items()},
+        config=flatten(settings, by="."),
         settings=wandb.Settings(silent=True, console="off", init_timeout=30, **off),
         **named,
     )

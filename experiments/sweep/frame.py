@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from experiments.app.errors import UserError, listing, nearest
-from experiments.app.identity import at
-from experiments.report.tables import flatten
+from experiments.report.tables import at, flatten
 from experiments.sweep.folder import DONE, JobRecord, SweepFolder
 
 BASELINE = "autoregressive"

@@ -24,8 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from experiments.app.errors import UserError
-from experiments.app.identity import target_id
-from experiments.app.plan import SHARE_TARGET
+from experiments.app.identity import SHARE_TARGET, target_id
 from experiments.app.schema import REPO_ROOT
 from experiments.sweep.folder import DONE, FAILED, KILLED, REFUSED, RUNNING, JobRecord
 from experiments.sweep.job import Job, located, objective

@@ -49,6 +49,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     from experiments.report.run_folder import REPORT, open_run_folder
     from experiments.report.tables import console_table
     from experiments.report.tracking import Identity, tracking
+    from experiments.tasks import baselines
 
     console = plain_console()
 
@@ -61,8 +62,6 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     if config.resume is not None:
         check_unchanged(Path(config.resume), composed, config.resume_force)
     plan = resolve(config)
-    from experiments.tasks import baselines  # imports Triton, whose mode `resolve` has settled
-
     task = config.task.load()(plan, plan.load_target(), console)
     hardware, resolved = plan.hardware, cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     say(f"{task.title} · {hardware.device} {hardware.dtype} · {hardware.label}")

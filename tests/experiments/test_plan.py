@@ -218,11 +218,11 @@ def test_folders_are_read_once_and_backends_are_built_once(monkeypatch: pytest.M
     def counted(name: str, function: Any) -> Any:
         return lambda *arguments, **named: (calls.append(name), function(*arguments, **named))[1]
 
-    monkeypatch.setattr(loading, "read_target", counted("target", loading.read_target))
+    monkeypatch.setattr(loading.target, "read_target", counted("target", loading.target.read_target))
+    monkeypatch.setattr(plans, "read_target", loading.target.read_target)
     monkeypatch.setattr(plans, "resolve_hardware", counted("hardware", plans.resolve_hardware))
     monkeypatch.setattr(plans, "load_prompts", counted("prompts", plans.load_prompts))
     monkeypatch.setattr(TritonBackend, "__init__", counted("backend", TritonBackend.__init__))
-    monkeypatch.setattr(loading.target, "read_target", loading.read_target)
     plan = check("algo=eagle3")
     with pytest.raises(AssertionError, match="weights were read"):
         plan.load_target()
