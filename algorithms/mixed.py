@@ -42,7 +42,7 @@ class Mixed(Algorithm):
         first: dict[str, Any] = field(default_factory=lambda: {"name": "suffix"})
         """Name and settings of the first drafter; `draft_path` is its folder if not the model's own."""
         second: dict[str, Any] = field(default_factory=lambda: {"name": "dflash"})
-        """Name and settings of the second drafter."""
+        """Name and settings of the second drafter: algo.second.name=eagle3, '+algo.second={name:eagle3,steps:4}'."""
 
     @classmethod
     def drafter_for(cls, config: Any) -> str | None:
