@@ -1,8 +1,9 @@
 """Linear attention with the gated delta rule (Gated DeltaNet, arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 
 A request has a state of fixed size in place of keys and values. Verification of a chain or a tree reads the state
-before the draft and keeps no state of a node; the commit repeats the accepted path. One recurrence serves prompts,
-decoding, verification and commit, so the state has the same bits for any split of a text into calls.
+before the draft and keeps no state of a node; the commit repeats the accepted path. One recurrence serves decoding,
+verification of chains and commit, so the state has the same bits for any split of a text into steps. Whole chunks of
+prompts and draft trees have a faster form by matrix products, whose outputs have other bits.
 """
 
 from specdec_kernels.linear_attention.api import (
@@ -10,9 +11,17 @@ from specdec_kernels.linear_attention.api import (
     delta_rule,
     delta_rule_chunks,
     delta_rule_inputs,
+    delta_rule_tree,
     gated_rms_norm,
 )
-from specdec_kernels.linear_attention.paths import accepted_paths, chain_paths, chunk_paths, prompt_paths, tree_paths
+from specdec_kernels.linear_attention.paths import (
+    accepted_paths,
+    chain_paths,
+    chunk_paths,
+    prompt_paths,
+    tree_masks,
+    tree_paths,
+)
 from specdec_kernels.linear_attention.types import (
     CHUNK,
     Chunks,
@@ -21,6 +30,7 @@ from specdec_kernels.linear_attention.types import (
     DeltaWeights,
     Paths,
     RowLinks,
+    Trees,
 )
 
 __all__ = [
@@ -31,6 +41,7 @@ __all__ = [
     "DeltaWeights",
     "Paths",
     "RowLinks",
+    "Trees",
     "accepted_paths",
     "chain_paths",
     "chunk_paths",
@@ -38,7 +49,9 @@ __all__ = [
     "delta_rule",
     "delta_rule_chunks",
     "delta_rule_inputs",
+    "delta_rule_tree",
     "gated_rms_norm",
     "prompt_paths",
+    "tree_masks",
     "tree_paths",
 ]

@@ -9,8 +9,8 @@ Row r of a value head has query q, key k (of its key head) and value v, a decay 
 
 Equations and roundings are those of transformers' Qwen3-Next and Qwen3.5, but beta stays float32. States are float32.
 A state passes through the rows of a path one after another, by the same operations in every call: the outputs of a row
-and the state after it have the same bits in a prompt, in decoding, in a chain, in a tree and in a commit. Only
-`delta_rule_chunks` differs in bits: it takes prompts through whole chunks at once.
+and the state after it have the same bits in a prompt, in decoding, in a chain, in a tree and in a commit.
+`delta_rule_chunks` and `delta_rule_tree` differ in bits: they take whole chunks of prompts and whole trees at once.
 
 `impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or size
 does not fit, and RuntimeError for `impl="triton"` where no kernel can run. Tensors are contiguous where not said
@@ -32,6 +32,7 @@ from specdec_kernels.linear_attention.types import (
     DeltaWeights,
     Paths,
     RowLinks,
+    Trees,
 )
 
 MAX_HEAD_DIM = 256
@@ -129,6 +130,32 @@ def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState, *,
     )
     run = dispatch("delta_rule_chunks", __package__, impl, inputs.raw, "kernel_chunks")
     out: Tensor = run(inputs, chunks, state)
+    return out
+
+
+def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState, *, impl: str = "auto") -> Tensor:
+    """[R, HV, dv] in the dtype of `inputs.raw`: outputs of the nodes of B trees of up to `CHUNK` nodes, of one layer.
+
+    The same function as `delta_rule` along `tree_paths`, by matrix products over the nodes: sums have another order, so
+    outputs have other bits, and deterministic decoding takes `delta_rule`. Bits of nodes behind a node are ignored, and
+    a node sees itself in any case. One that sees no other follows the state of the slot, unused ones too. The state is
+    read. Larger trees are refused; `delta_rule` takes them.
+    """
+    rows, channels = inputs.raw.shape[-2:]
+    heads = _check_state(state, channels, inputs.raw.dtype)
+    _check_inputs(inputs, (rows,), channels, heads)
+    expect_shape("mask", trees.mask, (None, None, 1))
+    batch, nodes, _ = trees.mask.shape
+    expect_between("nodes of mask", nodes, 1, CHUNK)
+    expect_tensors(
+        {"raw": inputs.raw},
+        mask=(trees.mask, (batch, nodes, 1), torch.int64),
+        slots=(trees.slots, (batch,), torch.int64),
+    )
+    if rows != batch * nodes:
+        raise ValueError(f"inputs: expected {batch} * {nodes} rows, got {rows}")
+    run = dispatch("delta_rule_tree", __package__, impl, inputs.raw, "kernel_tree")
+    out: Tensor = run(inputs, trees, state)
     return out
 
 

@@ -10,9 +10,16 @@ from torch import Tensor
 
 from specdec_kernels.attention import mask_paths
 from specdec_kernels.cases import Comparison, Maker, WorkModel, bytes_of, case_of
-from specdec_kernels.linear_attention.paths import accepted_paths, chain_paths, chunk_paths, prompt_paths, tree_paths
+from specdec_kernels.linear_attention.paths import (
+    accepted_paths,
+    chain_paths,
+    chunk_paths,
+    prompt_paths,
+    tree_masks,
+    tree_paths,
+)
 from specdec_kernels.linear_attention.types import CHUNK, DeltaInputs, DeltaState, DeltaWeights, Paths, RowLinks
-from specdec_kernels.tree import build_tree
+from specdec_kernels.tree import build_tree, tree_parents
 
 Heads = tuple[int, int, int, int]
 """(H, HV, dk, dv)."""
@@ -122,7 +129,7 @@ def chunks(
     make: Maker, counts: tuple[int, ...], heads: Heads = _SMALL, taps: int = 4, kind: str = "random"
 ) -> dict[str, Any]:
     """Segments of `counts` tokens, every other one at the beginning of its text; the second is padding where there are
-    several. `kind`: random, repeated (the same key in all rows, and hardly any decay) or forgotten (a decay of 0)."""
+    several. `kind`: see `set_gates`."""
     slots = len(counts) + 3
     sizes = [max(1, -(-count // CHUNK)) * CHUNK for count in counts]
     firsts = make.tensor([sum(sizes[:place]) for place in range(len(counts))], torch.int64)
@@ -130,6 +137,35 @@ def chunks(
     given = make.tensor(counts, torch.int32)
     _, plan, _ = chunk_paths(make_slots(make, len(counts), slots), starts, given, firsts, sum(sizes))
     inputs = make_inputs(make, heads, sum(sizes))
+    set_gates(inputs, heads, kind)
+    return dict(inputs=inputs, chunks=plan, state=make_state(make, heads, slots, taps))
+
+
+def tree(
+    make: Maker,
+    batch: int,
+    nodes: int,
+    shape: str = "random",
+    gates: str = "random",
+    heads: Heads = _SMALL,
+    taps: int = 4,
+) -> dict[str, Any]:
+    """`shape`: random, unused (random with unused nodes), chain or star. `gates`: see `set_gates`."""
+    parents = make.parents(batch, nodes, unused=shape == "unused")
+    if shape in ("chain", "star"):
+        node = torch.arange(nodes, dtype=torch.int32, device=make.device)
+        parents[:] = node - 1 if shape == "chain" else node.clamp(max=1) - 1
+    slots = make_slots(make, batch, batch + 3)
+    mask = build_tree(parents, torch.zeros_like(slots), impl="reference").mask
+    _, trees = tree_masks(slots, tree_parents(mask, impl="reference"), mask)
+    inputs = make_inputs(make, heads, batch * nodes)
+    set_gates(inputs, heads, gates)
+    return dict(inputs=inputs, trees=trees, state=make_state(make, heads, batch + 3, taps))
+
+
+def set_gates(inputs: DeltaInputs, heads: Heads, kind: str) -> None:
+    """`kind`: random, repeated (the same key in all rows, and hardly any decay), forgotten (some decays of 0) or faint
+    (many decays of almost 0, one after another, before others of almost 1)."""
     if kind == "repeated":
         keys = slice(heads[0] * heads[2], 2 * heads[0] * heads[2])
         inputs.mixed[:, keys] = torch.nn.functional.normalize(inputs.mixed[:1, keys], dim=1)
@@ -137,7 +173,9 @@ def chunks(
         inputs.beta.fill_(0.98)
     if kind == "forgotten":
         inputs.decay[5::17] = 0
-    return dict(inputs=inputs, chunks=plan, state=make_state(make, heads, slots, taps))
+    if kind == "faint":
+        inputs.decay.fill_(0.999)
+        inputs.decay[: len(inputs.decay) // 2] = 1e-30
 
 
 def norm(make: Maker, rows: int, heads: int, dim: int, scale: float = 1.0, strided: bool = False) -> dict[str, Any]:
@@ -171,6 +209,15 @@ def _chunks_work(inputs: dict[str, Any]) -> tuple[int, int]:
     return moved + rows * heads * dv * given.raw.element_size(), rows * heads * products
 
 
+def _tree_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """The state of a request is read once, the inputs of its nodes once and the outputs written once."""
+    given, state, (batch, nodes, _) = inputs["inputs"], inputs["state"], inputs["trees"].mask.shape
+    _, heads, dk, dv = state.ssm.shape
+    moved = 4 * (batch * heads * dk * dv + given.mixed.numel() + 2 * given.beta.numel())
+    products = 4 * dk * dv + nodes * (4 * dk + 4 * dv)
+    return moved + batch * nodes * heads * dv * given.raw.element_size(), batch * nodes * heads * products
+
+
 def _commit_work(inputs: dict[str, Any]) -> tuple[int, int]:
     """The states of requests with a path are read and written once, the inputs of its rows read once."""
     given, state, counts = inputs["inputs"], inputs["state"], inputs["paths"].counts
@@ -187,6 +234,7 @@ WORK: dict[str, WorkModel] = {
     "delta_rule_inputs": _inputs_work,
     "delta_rule": _rule_work,
     "delta_rule_chunks": _chunks_work,
+    "delta_rule_tree": _tree_work,
     "commit_delta_rule": _commit_work,
     "gated_rms_norm": _norm_work,
 }
@@ -195,6 +243,7 @@ COMPARISON = Comparison(float64=True)
 _inputs = partial(case_of, "delta_rule_inputs", inputs_of)
 _rule = partial(case_of, "delta_rule", rule)
 _chunks = partial(case_of, "delta_rule_chunks", chunks)
+_tree = partial(case_of, "delta_rule_tree", tree)
 _commit = partial(case_of, "commit_delta_rule", commit)
 _norm = partial(case_of, "gated_rms_norm", norm)
 _BENCH: dict[str, Any] = dict(bench=True, tags=("large",), heads=_QWEN)
@@ -234,6 +283,30 @@ CASES = (
     _chunks("chunks_shipped", "registers", (64,), **_SHIPPED),
     _chunks("chunks_2048", "a prompt of 2048 tokens", (2048,), **_BENCH),
     _chunks("chunks_8x512", "eight prompts of 512 tokens", (512,) * 8, **_BENCH),
+    _tree("tree_empty", "launch on an empty grid", 0, 4),
+    _tree("tree_one", "a root alone, and a tile that is hardly filled", 1, 1),
+    _tree("tree_two", "one child", 1, 2),
+    _tree("tree_15", "padding, and nodes behind the last in the tile", 3, 15),
+    _tree("tree_16", "a block of the diagonal that is full", 2, 16),
+    _tree("tree_17", "a row that needs the block beside its own", 2, 17),
+    _tree("tree_63", "every merge of blocks", 1, 63),
+    _tree("tree_64", "the sign bit of a mask word", 2, 64),
+    _tree("tree_chain", "nodes that see all before them", 1, 64, "chain"),
+    _tree("tree_star", "nodes that see the root alone", 2, 33, "star"),
+    _tree("tree_unused", "unused nodes, which follow the state", 2, 40, "unused"),
+    _tree("tree_forgotten", "the logarithm of a decay of zero", 1, 50, "random", "forgotten"),
+    _tree("tree_faint", "digits that a long sum of log decays loses", 1, 64, "chain", "faint"),
+    _tree("tree_repeated", "powers of the matrix of nodes whose keys are the same", 1, 64, "chain", "repeated"),
+    _tree(
+        "tree_odd_heads", "one key head for an odd number of values, keys wider than values", 2, 20, heads=(1, 3, 20, 7)
+    ),
+    _tree("tree_wide", "several parts of a key", 1, 18, heads=(1, 1, 256, 40)),
+    _tree("tree_two_taps", "a convolution of another width", 1, 5, taps=2),
+    _tree("tree_shipped", "registers and shared memory", 1, 64, **_SHIPPED),
+    _tree("tree_shipped_small", "registers of a smaller tile", 1, 16, **_SHIPPED),
+    _tree("tree_shipped_many", "registers of more columns", 8, 64, **_SHIPPED),
+    _tree("tree_8x32", "eight trees of 32 nodes", 8, 32, **_BENCH),
+    _tree("tree_16x64", "sixteen trees of 64 nodes", 16, 64, **_BENCH),
     _commit("commit_empty", "launch on an empty grid", 0, 4, 3),
     _commit("commit_one", "one node", 1, 1, 1),
     _commit("commit_tree", "paths without nodes, padding, and paths shorter than the convolution", 6, 9, 5),

@@ -1,15 +1,13 @@
 """Whole chunks of prompts as Triton kernels, after the WY form of Gated DeltaNet (arXiv 2412.06464, section 3.3).
 
-With G_i the sum of log decays of a chunk up to row i, and A_ij = beta_i exp(G_i - G_j) k_i . k_j for j < i, the first
-kernel makes of each chunk, all at once
+A row sees all rows of its chunk up to itself. With G, M and T of `device`, the first kernel makes of each chunk, all at
+once, M and
 
-    T = (I + A)^-1,   W = T diag(beta exp(G)) K,   U = T diag(beta) V,   M_ij = exp(G_i - G_j) q_i . k_j  for j <= i
+    W = T diag(beta exp(G)) K,   U = T diag(beta) V
 
 and the second takes the state S through the chunks of a segment:
 
     D = U - W S,   O = diag(exp(G)) Q S + M D,   S = exp(G_last) S + (diag(exp(G_last - G)) K)^T D
-
-T is found row by row: the powers of A, whose sum it is as well, grow where a chunk repeats its keys.
 """
 
 # mypy: ignore-errors
@@ -23,23 +21,9 @@ from torch import Tensor
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.linear_attention.api import key_heads
 from specdec_kernels.linear_attention.configs import CONFIGS
+from specdec_kernels.linear_attention.device import LEAST_LANES, log_decay, matrices
 from specdec_kernels.linear_attention.kernel import keep_inputs, refuse_float64
-from specdec_kernels.linear_attention.types import CHUNK, LEAST_DECAY, Chunks, DeltaInputs, DeltaState, Paths
-
-_LEAST_DECAY = tl.constexpr(LEAST_DECAY)
-_LEAST_LANES = 16
-"""Of a tile that is multiplied."""
-
-
-@triton.jit
-def _inverse(a, i, SIZE: tl.constexpr):
-    """(I + a)^-1 for a [SIZE, SIZE] below the diagonal; `i` counts the rows."""
-    found = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for row in tl.range(1, SIZE):
-        here = i[:, None] == row
-        factors = tl.sum(tl.where(here, a, 0.0), 0)
-        found -= tl.where(here, tl.sum(factors[:, None] * found, 0)[None, :], 0.0)
-    return found
+from specdec_kernels.linear_attention.types import CHUNK, Chunks, DeltaInputs, DeltaState, Paths
 
 
 @triton.jit
@@ -68,22 +52,11 @@ def _chunk_kernel(
     row = chunk * SIZE + i
     of_row = mixed_ptr + row[:, None] * C
     query = head // (HV // H) * DK
-    decay = tl.load(decay_ptr + row * HV + head)
-    total = tl.cumsum(tl.log(tl.maximum(decay, _LEAST_DECAY)), 0)
-    beta = tl.load(beta_ptr + row * HV + head)
-    seen = tl.zeros((SIZE, SIZE), tl.float32)
-    alike = tl.zeros((SIZE, SIZE), tl.float32)
-    for first in tl.range(0, DK, PART):
-        key = first + part
-        k = tl.load(of_row + (H * DK + query + key)[None, :], mask=(key < DK)[None, :], other=0.0)
-        q = tl.load(of_row + (query + key)[None, :], mask=(key < DK)[None, :], other=0.0)
-        alike += tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        seen += tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    before = i[:, None] >= i[None, :]
-    share = tl.where(before, tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0)), 0.0)
-    tl.store(shares_ptr + (row[:, None] * HV + head) * SIZE + i[None, :], share * seen)
+    log, beta = log_decay(tl.load(decay_ptr + row * HV + head)), tl.load(beta_ptr + row * HV + head)
+    total, sees = tl.cumsum(log, 0), i[:, None] >= i[None, :]
+    seen, inverse = matrices(of_row, query, i >= 0, sees, log, beta, H, DK, SIZE, PART, PRECISION)
+    tl.store(shares_ptr + (row[:, None] * HV + head) * SIZE + i[None, :], seen)
     tl.store(log_ptr + row * HV + head, total)
-    inverse = _inverse(tl.where(i[:, None] > i[None, :], beta[:, None] * share * alike, 0.0), i, SIZE)
     for first in tl.range(0, DK, PART):
         key = first + part
         k = tl.load(of_row + (H * DK + query + key)[None, :], mask=(key < DK)[None, :], other=0.0)
@@ -188,7 +161,7 @@ def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) ->
         PRECISION=precision,
         **sizes,
     )
-    block = max(_LEAST_LANES, min(config.chunk_values, lanes(dv)))
+    block = max(LEAST_LANES, min(config.chunk_values, lanes(dv)))
     launch(
         _scan_kernel,
         (len(chunks.first), heads * triton.cdiv(dv, block)),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.checks import expect_shape
-from specdec_kernels.linear_attention.types import CHUNK, Chunks, Paths, RowLinks
+from specdec_kernels.linear_attention.types import CHUNK, Chunks, Paths, RowLinks, Trees
 
 
 def chain_paths(slots: Tensor, num_nodes: int) -> tuple[RowLinks, Paths]:
@@ -55,6 +55,22 @@ def tree_paths(slots: Tensor, nodes: Tensor) -> tuple[RowLinks, Paths]:
         owners=(leaves + base).flatten(),
     )
     return links, paths
+
+
+def tree_masks(slots: Tensor, parents: Tensor, mask: Tensor) -> tuple[RowLinks, Trees]:
+    """B trees of N nodes up to `CHUNK`, row b N + i for node i of request b, for `delta_rule_tree`.
+
+    Args:
+        slots: [B] int64, state slots; -1 for zeros.
+        parents: [B, N] int32: parent of each node, -1 where there is none; see `tree_parents`.
+        mask: [B, N, 1] int64: ancestor bits of `parents`; see `TreeLinks`.
+    """
+    expect_shape("parents", parents, (len(slots), None))
+    batch, count = parents.shape
+    expect_shape("mask", mask, (batch, count, 1))
+    base = torch.arange(batch, dtype=torch.int32, device=slots.device)[:, None] * count
+    links = RowLinks(torch.where(parents < 0, -1, parents + base).flatten(), slots.repeat_interleave(count))
+    return links, Trees(mask, slots)
 
 
 def prompt_paths(

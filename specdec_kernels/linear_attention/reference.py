@@ -15,6 +15,7 @@ from specdec_kernels.linear_attention.types import (
     DeltaWeights,
     Paths,
     RowLinks,
+    Trees,
 )
 
 _EPS = 1e-6
@@ -86,6 +87,21 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, s: Tens
     return o, last.exp()[:, :, None] * s + ((last - total).exp()[:, :, None] * k).mT @ written
 
 
+def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState) -> Tensor:
+    """See `specdec_kernels.linear_attention.delta_rule_tree`: the state after each node from that after its parent."""
+    out = inputs.raw.new_empty((len(inputs.raw), state.ssm.shape[1], state.ssm.shape[3]))
+    for request, (slot, words) in enumerate(zip(trees.slots.tolist(), trees.mask[:, :, 0].tolist(), strict=True)):
+        first = state.ssm[slot] if slot >= 0 else torch.zeros_like(state.ssm[0])
+        after: list[Tensor] = []
+        for node, word in enumerate(words):
+            parent = (word & ((1 << node) - 1)).bit_length() - 1
+            row = request * len(words) + node
+            s, o = _step(inputs, row, after[parent] if parent >= 0 else first)
+            after.append(s)
+            out[row] = o.to(out.dtype)
+    return out
+
+
 def commit_delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState) -> None:
     """See `specdec_kernels.linear_attention.commit_delta_rule`."""
     for layer in range(len(inputs.raw)):
@@ -112,7 +128,6 @@ def _softplus(x: Tensor) -> Tensor:
 
 def _follow(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | None) -> None:
     """Take the state of one layer along each path."""
-    groups, dk = key_heads(state), state.ssm.shape[-2]
     order, owners = paths.order.tolist(), None if paths.owners is None else paths.owners.tolist()
     ends = [-1] * len(paths.first) if paths.ends is None else paths.ends.tolist()
     plan = zip(paths.first.tolist(), paths.counts.tolist(), paths.starts.tolist(), ends, strict=True)
@@ -121,15 +136,23 @@ def _follow(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | 
         s = state.ssm[start].clone() if start >= 0 else torch.zeros_like(state.ssm[0])
         tail = state.conv[start].clone() if start >= 0 else torch.zeros_like(state.conv[0])
         for row in rows:
-            q, k, v = _heads(inputs.mixed[row], groups, dk, len(s))
-            s = s * inputs.decay[row][:, None, None]
-            update = inputs.beta[row][:, None] * (v - (s * k[..., None]).sum(1))
-            s = s + k[..., None] * update[:, None]
+            s, o = _step(inputs, row, s)
             if out is not None and owners is not None and owners[row] == path:
-                out[row] = (s * q[..., None]).sum(1).to(out.dtype)
+                out[row] = o.to(out.dtype)
         if end >= 0:
             state.ssm[end] = s
             state.conv[end] = torch.cat([tail, inputs.raw[rows]])[len(rows) :]
+
+
+def _step(inputs: DeltaInputs, row: int, s: Tensor) -> tuple[Tensor, Tensor]:
+    """The state [HV, dk, dv] after a row, and its output [HV, dv]."""
+    heads, dk, dv = s.shape
+    groups = (inputs.mixed.shape[-1] - heads * dv) // (2 * dk)
+    q, k, v = _heads(inputs.mixed[row], groups, dk, heads)
+    s = s * inputs.decay[row][:, None, None]
+    update = inputs.beta[row][:, None] * (v - (s * k[..., None]).sum(1))
+    s = s + k[..., None] * update[:, None]
+    return s, (s * q[..., None]).sum(1)
 
 
 def _heads(mixed: Tensor, groups: int, dk: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 CHUNK = 64
-"""Rows of a chunk."""
+"""Rows of a chunk, and most nodes of a tree that is solved at once."""
 LEAST_DECAY = 1e-37
-"""Smaller decays count as this in chunks, which add their logarithms."""
+"""Smaller decays count as this in chunks and trees, which add their logarithms."""
 
 
 class DeltaWeights(NamedTuple):
@@ -59,6 +59,13 @@ class Paths(NamedTuple):
     )
     owners: Tensor | None = None  # [R] int32: the path that writes the output of a row, -1 for none
     complete: bool = True  # every row has an owner
+
+
+class Trees(NamedTuple):
+    """B trees of N nodes, row b N + i for node i of request b. Parents have lower numbers than their children."""
+
+    mask: Tensor  # [B, N, 1] int64, bit j of row i: node i sees node j, as in `TreeLinks`
+    slots: Tensor  # [B] int64: slot whose state precedes the roots, -1 for zeros
 
 
 class Chunks(NamedTuple):

@@ -26,6 +26,7 @@ from specdec_kernels import (
     Paths,
     RowLinks,
     TreeLinks,
+    Trees,
     accepted_paths,
     chain_paths,
     chunk_paths,
@@ -33,8 +34,11 @@ from specdec_kernels import (
     delta_rule,
     delta_rule_chunks,
     delta_rule_inputs,
+    delta_rule_tree,
     mask_paths,
     prompt_paths,
+    tree_masks,
+    tree_parents,
     tree_paths,
 )
 
@@ -45,7 +49,7 @@ class Rows:
 
     num_rows: int
     links: RowLinks
-    paths: Paths
+    paths: Paths | Trees
     kept: DeltaInputs | None = None
     chunks: Chunks | None = None
     """Whole chunks of prompts, which go before `paths`."""
@@ -70,11 +74,14 @@ class LinearMixer:
             read = delta_rule_inputs(
                 qkv[rows], b[rows], a[rows], inputs.weights, state, group.links, out=kept, impl=self.impl
             )
+            first += group.num_rows
+            if isinstance(group.paths, Trees):
+                found.append(delta_rule_tree(read, group.paths, state, impl=self.impl))
+                continue
             done = None
             if group.chunks is not None:
                 done = delta_rule_chunks(read, group.chunks, state, impl=self.impl)
             found.append(delta_rule(read, group.paths, state, out=done, impl=self.impl))
-            first += group.num_rows
         out = found[0] if len(found) == 1 else torch.cat(found)
         return out.unflatten(0, inputs.qkv.shape[:-1])
 
@@ -90,10 +97,15 @@ class StateMemory:
         self._slot_of = torch.cat([torch.arange(slots), torch.full((2,), -1)]).to(device)
 
     def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> LinearMixer:
+        """Chains go node by node, with the bits of decoding; so do trees with `deterministic`, or where they have more
+        nodes than are solved at once: there each path repeats its ancestors."""
         count, impl = links.positions.shape[1], self._resources.impl
         slots = self._slot_of[batch.slots]
+        paths: Paths | Trees
         if chain:
             rows, paths = chain_paths(slots, count)
+        elif count <= CHUNK and not self._resources.deterministic:
+            rows, paths = tree_masks(slots, tree_parents(links.mask, impl=impl), links.mask)
         else:
             rows, paths = tree_paths(slots, mask_paths(links.mask, max_depth + 1, impl=impl))
         return self._mixer(slots, Rows(len(slots) * count, rows, paths, self._kept(len(slots) * count)))
