@@ -30,7 +30,7 @@ _POINTER_TYPES = {
 ALIGNMENT = 16
 """Bytes of a pointer, or a factor of an integer, that the just-in-time compiler specialises on."""
 _DIFFERENT = 4099
-"""Floats of an input before they repeat."""
+"""Numbers of an input before they repeat."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Types of weights and activations that a run can have."""
 
@@ -67,12 +67,18 @@ class Job:
 
 
 class _Repeating(Maker):
-    """Floats that repeat: random ones for a real vocabulary take seconds."""
+    """Numbers that repeat: random ones for a real vocabulary take seconds."""
 
     def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        count = math.prod(shape)
-        few = super().normal(_DIFFERENT, scale=scale)
-        return few.repeat(-(-count // _DIFFERENT))[:count].reshape(shape)
+        return _repeated(super().normal(_DIFFERENT, scale=scale), shape)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return _repeated(super().integers(low, high, _DIFFERENT, dtype=dtype), shape)
+
+
+def _repeated(few: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    count = math.prod(shape)
+    return few.repeat(-(-count // len(few)))[:count].reshape(shape)
 
 
 def collect(
