@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import specdec_kernels as kernels
@@ -123,6 +124,12 @@ class Replayed:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.replay = work
+
+
+def time_once(patch: pytest.MonkeyPatch) -> None:
+    """An engine times each captured step, and each size of a step, several times before the first request."""
+    patch.setattr("algorithms.step.runner._IDLE_RUNS", 1)
+    patch.setattr("algorithms.step.runner._TIMED_RUNS", 1)
 
 
 def run(algorithm: Algorithm, asked: Sequence[Request], setup: Setup, target: Target) -> Generation:

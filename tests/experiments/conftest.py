@@ -16,6 +16,7 @@ from hydra.core import config_store
 from omegaconf import DictConfig, OmegaConf
 
 from tests.algorithms.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
+from tests.algorithms.toy import time_once
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_dflash(folder / "dflash", small_dflash_config(target.config, num_layers=1, target_layer_ids=(0, 1)))
     write_target(folder / "draft", small_config(num_layers=1), seed=2)
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def steps_timed_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        time_once(patch)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
