@@ -97,7 +97,7 @@ def _settings(**changes: object) -> TrainSettings:
 
 def _target_config(folder: Path, **changes: object) -> target_module.TargetTraining:
     shape = target_module.ShapeSettings(
-        vocab_size=400, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16
+        vocab_size=400, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=16
     )
     batch = target_module.RowSettings(
         arithmetic_rows=1, drill_rows=1, arithmetic_length=384, code_rows=2, code_length=32
@@ -123,12 +123,12 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "draft": {"drafter": DraftSettings(8, 16, 1, 1, 1)},
     "eagle": {"chain": ChainSettings(steps=3, feature_weight=0.5)},
     "eagle3": {
-        "drafter": Eagle3Settings(draft_vocab_size=60, target_layer_ids=[0, 1, 2]),
+        "drafter": Eagle3Settings(draft_vocab_size=60, target_layer_ids=[0, 1, 3]),
         "chain": ChainSettings(steps=3),
     },
     "mtp": {"chain": ChainSettings(steps=3)},
     "peagle": {
-        "drafter": PEagleSettings(draft_vocab_size=60, target_layer_ids=[0, 1, 2], num_layers=2),
+        "drafter": PEagleSettings(draft_vocab_size=60, target_layer_ids=[0, 1, 3], num_layers=2),
         "chain": ChainSettings(steps=4),
     },
 }
