@@ -68,7 +68,7 @@ def grouped(command: str) -> Any:
 
 
 @pytest.mark.commands
-@pytest.mark.parametrize("command", map(grouped, of("python")))
+@pytest.mark.parametrize("command", [grouped(command) for command in of("python")])
 def test_python_commands_run(command: str) -> None:
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": here, "COLUMNS": "110"}

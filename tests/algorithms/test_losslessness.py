@@ -36,7 +36,7 @@ def test_dflash_greedy(block: int, pair: tuple[str, int]) -> None:
 
 
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize(("depth", "pair"), zip([1, 2, 5, 9, 15], PAIRS * 3, strict=False))
+@pytest.mark.parametrize(("depth", "pair"), list(zip([1, 2, 5, 9, 15], PAIRS * 3, strict=False)))
 def test_scripted_acceptance(depth: int, pair: tuple[str, int], decoys: bool) -> None:
     """Acceptance of every length, mixed within a batch: catches KV, features or last_tokens left behind by a commit."""
     asked = requests(6)
