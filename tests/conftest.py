@@ -36,7 +36,8 @@ LONG = tuple(
         *("tensor_parallel", "constraints", "sampling_parameters", "faults", "adaptive", "mixed_prefill", "plugin"),
         *("config", "training", "fuzz", "forbidden_tokens", "shape_scaled", "smollm2", "published", "synthetic", "mtp"),
         *("drafters", "paper_table", "fusion", "frontend", "specialisation", "shared_vocabulary", "top_logprobs"),
-        *("interpreter", "history", "compile_gate"),
+        *("interpreter", "history", "compile_gate", "layer_kinds", "own_folders", "float8_weights", "gpt_oss"),
+        *("drafts", "parity"),
     )
 )
 """Files that take longest. They begin first, because the last one leaves the other process without work, and

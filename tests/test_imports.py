@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,13 @@ PACKAGES = ("specdec_kernels", "algorithms", "experiments")
 KERNEL_IMPORTS = {"specdec_kernels", "torch", "triton"} | set(sys.stdlib_module_names)
 
 
-def imported(path: Path) -> Iterator[str]:
+@cache
+def imported(path: Path) -> list[str]:
     """Absolute names of all modules that a file imports anywhere in it."""
+    return list(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[str]:
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -136,10 +142,7 @@ def test_the_walk_sees_imports_inside_functions(tmp_path: Path, monkeypatch: pyt
     source = "def f():\n    from experiments.bench import timing as measure\n    from .. import dflash\n"
     bad = tmp_path / "algorithms" / "engine" / "bad.py"
     bad.write_text(source)
-    assert list(imported(bad)) == [
-        "experiments.bench.timing",
-        "algorithms.dflash",
-    ]
+    assert imported(bad) == ["experiments.bench.timing", "algorithms.dflash"]
 
 
 def test_importing_the_package_does_not_import_triton() -> None:

@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,8 +62,13 @@ def test_make_targets_exist(command: str) -> None:
     assert recipe.get(words[1], "") in done.stdout
 
 
+def grouped(command: str) -> Any:
+    """Commands of sweeps run in order, in one process of pytest; the others wherever there is time."""
+    return pytest.param(command, marks=[pytest.mark.xdist_group("sweeps")] if "sweep" in command else [])
+
+
 @pytest.mark.commands
-@pytest.mark.parametrize("command", of("python"))
+@pytest.mark.parametrize("command", [grouped(command) for command in of("python")])
 def test_python_commands_run(command: str) -> None:
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": here, "COLUMNS": "110"}

@@ -35,8 +35,8 @@ def normed_inputs(make: Maker, rows: int | tuple[int, ...], outer: int, inner: i
 
 def scaled_weight(make: Maker, outer: int, inner: int, group_rows: int, group_inner: int) -> ScaledWeight:
     """All finite codes, and scales that differ by a factor of up to 16 and keep the variance of x."""
-    codes = make.integers(0, 256, outer, inner)
-    codes = torch.where(codes % 128 == 127, codes - 1, codes).to(torch.uint8)
+    codes = make.integers(0, 256, outer, inner, dtype=torch.uint8)
+    codes = torch.where(codes % 128 == 127, codes - 1, codes)
     scales = make.normal(-(-outer // group_rows), -(-inner // group_inner)).float().sigmoid()
     return ScaledWeight(codes, (scales * inner**-0.5 / 64).contiguous(), group_rows, group_inner)
 

@@ -33,8 +33,9 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     inner = x.shape[-1]
     groups = F.pad(x.float(), (0, -inner % GROUP)).unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1).clamp(min=LEAST_MAGNITUDE)
-    codes = (groups * (LARGEST_CODE / largest)[..., None]).clamp(-LARGEST_CODE, LARGEST_CODE)
-    return codes.to(torch.float8_e4m3fn).flatten(-2)[..., :inner], largest / LARGEST_CODE
+    most = torch.full_like(largest, LARGEST_CODE)  # with a number, torch multiplies by a reciprocal, which rounds twice
+    codes = (groups * (most / largest)[..., None]).clamp(-LARGEST_CODE, LARGEST_CODE)
+    return codes.to(torch.float8_e4m3fn).flatten(-2)[..., :inner], largest / most
 
 
 def _rounded_values(x: Tensor, dtype: torch.dtype) -> Tensor:

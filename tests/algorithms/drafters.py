@@ -24,9 +24,10 @@ from algorithms.mtp.model import MTPHead
 from algorithms.ngram import NGram
 from algorithms.standalone import Standalone
 from algorithms.suffix import Suffix
-from tests.algorithms.toy import CONFIG, VOCAB, autoregressive, random_drafter, random_target, randomise
+from tests.algorithms.toy import CONFIG, DEEP_CONFIG, VOCAB, autoregressive, random_drafter, random_target, randomise
 
 TARGET = random_target()
+DEEP_TARGET = random_target(config=DEEP_CONFIG)
 LOADING = "algorithms.models.loading"
 
 
@@ -36,9 +37,9 @@ def eagle_head(seed: int = 3) -> EagleDrafter:
     return head
 
 
-def eagle3_head(seed: int = 4, vocab: int = 37) -> Eagle3Drafter:
+def eagle3_head(seed: int = 4, vocab: int = 37, layers: tuple[int, ...] = (-1, 0, 1)) -> Eagle3Drafter:
     """A head that knows every other token or so."""
-    config = Eagle3Config(replace(CONFIG, num_layers=1), vocab, CONFIG.hidden_size, (0, 1, 3))
+    config = Eagle3Config(replace(CONFIG, num_layers=1), vocab, CONFIG.hidden_size, layers)
     head = randomise(Eagle3Drafter(config, CONFIG.num_layers), seed)
     known = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:vocab].sort().values
     head.set_vocabulary(known)

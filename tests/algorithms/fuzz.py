@@ -41,7 +41,7 @@ from tests.algorithms.fuzz_faults import AllocationFailed, Faults
 from tests.algorithms.reference_loop import logits_after
 from tests.algorithms.test_adaptive import COLUMNS, Random, paced, sizes_of
 from tests.algorithms.test_constraints import allowed, read
-from tests.algorithms.toy import Setup, autoregressive, engine_of, random_drafter, scripts
+from tests.algorithms.toy import Setup, autoregressive, engine_of, random_drafter, scripts, time_once
 
 NEAR_TIE = 1e-5
 """Rounding decides between two tokens whose logits, or whose places in the cumulative distribution, lie as near."""
@@ -101,6 +101,7 @@ class Round:
     def _patch_models(self, patch: pytest.MonkeyPatch) -> None:
         """Random drafters, some of them nearly the target; they observe at least every few plain steps."""
         load_random_drafters(patch)
+        time_once(patch)
         if self._draw.random() < 0.5:
             patch.setattr(f"{LOADING}.load_draft", lambda *_: blurred_target())
         if "markov" in self.maker:

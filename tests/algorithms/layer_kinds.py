@@ -23,19 +23,20 @@ GROUPED = ExpertsConfig(
     corrected=True, wide_router=True, shared=1,
 )  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
-    "experts": dict(mlps=(None, EXPERTS, EXPERTS, EXPERTS)),
-    "experts and latent": dict(mixings=(LATENT,) * 4, mlps=(GROUPED,) * 4),
+    "experts": dict(num_layers=3, mlps=(None, EXPERTS, EXPERTS)),
+    "experts and latent": dict(num_layers=2, mixings=(LATENT,) * 2, mlps=(GROUPED,) * 2),
     "linear and attention": dict(
-        mixings=(LINEAR, LINEAR, None, LINEAR), gated_attention=True, architecture="qwen3_5_text"
+        num_layers=3, mixings=(LINEAR, None, LINEAR), gated_attention=True, architecture="qwen3_5_text"
     ),
     "linear, attention and experts": dict(
-        mixings=(LINEAR, None, LINEAR, LINEAR),
-        mlps=(SHARED, SHARED, None, SHARED),
+        num_layers=3,
+        mixings=(LINEAR, None, LINEAR),
+        mlps=(SHARED, SHARED, None),
         gated_attention=True,
         architecture="qwen3_next",
     ),
-    "latent": dict(mixings=(LATENT,) * 4),
-    "latent and attention": dict(mixings=(None, LATENT, LATENT, None), sliding_windows=(6, None, None, None)),
+    "latent": dict(num_layers=2, mixings=(LATENT,) * 2),
+    "latent and attention": dict(num_layers=3, mixings=(None, LATENT, None), sliding_windows=(6, None, None)),
 }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,10 +19,15 @@ Allowed = Callable[[Request, list[int]], Tensor]
 """[V] bool: the tokens that may follow the output of a request."""
 
 
-def following(text: list[int]) -> Tensor:
-    """[V] float64 logits after `text`, by a forward over all of it."""
+@cache
+def _following(text: tuple[int, ...]) -> Tensor:
     hidden, _ = TARGET.model(torch.tensor([text]), DenseMixer(CONFIG, len(text), "cpu"), ())
     return TARGET.model.logits(hidden[0, -1]).double()
+
+
+def following(text: Sequence[int]) -> Tensor:
+    """[V] float64 logits after `text`, by a forward over all of it."""
+    return _following(tuple(text)).clone()
 
 
 def penalised(logits: Tensor, request: Request, output: list[int]) -> Tensor:

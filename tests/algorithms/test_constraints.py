@@ -177,7 +177,7 @@ def test_sampled_drafts_follow_the_constrained_distribution(monkeypatch: pytest.
     counts = Counter(tuple(c.token_ids) for c in got)
 
     def following_in(output: list[int]) -> dict[int, float]:
-        logits = following([*first.prompt_ids, *output]).double()
+        logits = following([*first.prompt_ids, *output])
         logits[~allowed(first, output)] = -torch.inf
         return {token: p for token, p in enumerate((logits / temperature).softmax(0).tolist()) if p}
 

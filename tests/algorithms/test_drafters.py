@@ -52,9 +52,11 @@ def test_kernels_in_the_engine(maker: str) -> None:
 
 
 def dense_features(text: list[int], layers: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-    mixer = DenseMixer(CONFIG, len(text), "cpu")
-    hidden, features = TARGET.model(torch.tensor([text]), mixer, layers)
-    return hidden, features
+    """The hidden states, and the outputs of `layers`, of which -1 is the embedding."""
+    tokens, after = torch.tensor([text]), [layer for layer in layers if layer >= 0]
+    hidden, outputs = TARGET.model(tokens, DenseMixer(CONFIG, len(text), "cpu"), tuple(after))
+    found = dict(zip(after, outputs, strict=True)) | {-1: TARGET.model.embed(tokens)}
+    return hidden, [found[layer] for layer in layers]
 
 
 def dense_eagle_chain(head: EagleDrafter | Eagle3Drafter, text: list[int], steps: int) -> list[int]:
@@ -119,7 +121,7 @@ def test_tokens_of_wide_trees_see_their_paths_alone() -> None:
 
 def dense_path_logits(head: EagleDrafter | Eagle3Drafter, text: list[int], path: list[int]) -> Tensor:
     """[V]: the head's logits behind `text` and `path`, by the head over the whole text, then over its own features."""
-    hidden, features = dense_features(text, head.target_layers)
+    hidden, features = dense_features(text, getattr(head, "layer_ids", ()))
     feature, tokens = head.fuse(features, hidden)[:, :-1], list(text[1:])
     for token in [None, *path]:
         tokens += [] if token is None else [token]
@@ -176,11 +178,11 @@ def two_token_distribution(prompt: tuple[int, ...], temperature: float, top_k: i
 @pytest.mark.parametrize(
     ("layers", "causal", "window", "seen"),
     [
-        ((1, 2), False, None, (128, 6)),
-        ((1, 2), True, None, (128, 6)),
-        ((1, 2), False, 5, (5, 5)),
-        ((1, 2), False, 9, (9, 6)),
-        ((3, 0), False, None, (128, 6)),
+        ((-1, 0), False, None, (128, 6)),
+        ((-1, 0), True, None, (128, 6)),
+        ((0, -1), False, 5, (5, 5)),
+        ((0, -1), False, 9, (9, 6)),
+        ((1, 0), False, None, (128, 6)),
     ],
     ids=["sliding", "causal", "a narrower window of the run", "a wider window of the run", "the target's last layer"],
 )
@@ -211,7 +213,7 @@ def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool, seen: t
     context = None
     if committed:
         last, features = dense_features(text[:-1], config.target_layer_ids)
-        read = {3: last}
+        read = {CONFIG.num_layers - 1: last}
         features = [read.get(index, f) for index, f in zip(config.target_layer_ids, features, strict=True)]
         fused = drafter.hidden_norm(drafter.fc(torch.cat(features, -1)))
         context = drafter.context_kv(fused)

@@ -13,6 +13,7 @@ from algorithms.engine.request import Draft
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.standalone import Standalone
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, draft_model
+from tests.algorithms.reference_loop import following
 from tests.algorithms.toy import CONFIG, Scripted, Setup, answers, requests, run, scripts
 
 pytestmark = pytest.mark.usefixtures("random_drafters")
@@ -48,7 +49,7 @@ def test_drafts_of_every_step(name: str, setup: Setup) -> None:
             written = completion.token_ids[len(committed) - len(request.prompt_ids) :][: count + 1]
             assert written[:count] == path[: len(written)]
             for draft, before in list(zip(drafts, texts_before(drafts, committed), strict=True))[:4]:
-                exact = logits_of(TARGET.model, before).log_softmax(0)[draft.token]
+                exact = following(before).log_softmax(0)[draft.token]
                 assert draft.target_logprob == pytest.approx(float(exact), abs=1e-4)
             committed += written
 

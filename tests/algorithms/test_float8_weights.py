@@ -30,7 +30,7 @@ SETUPS = {
 IN_FLOAT8 = "as it is loaded"
 PAIRS = [("blocks", "torch"), ("blocks", "captured"), ("blocks", "deterministic"), ("rows", "torch"),
          ("rows", "deterministic"), (IN_FLOAT8, "torch")]  # fmt: skip
-SMALL: dict[str, Any] = dict(num_heads=4, num_kv_heads=2, intermediate_size=136, eos_token_ids=())
+SMALL: dict[str, Any] = dict(num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=136, eos_token_ids=())
 
 
 def write_both(folder: Path, kind: str) -> None:
@@ -40,7 +40,7 @@ def write_both(folder: Path, kind: str) -> None:
         write_scaled_target(folder / "target", kind, config)
     else:
         write_target(folder / "target", config)
-    drafter = small_dflash_config(config, num_layers=1, block_size=4)
+    drafter = small_dflash_config(config, num_layers=1, block_size=4, target_layer_ids=(0, 1))
     write_dflash(folder / "drafter", drafter)
 
 
@@ -64,7 +64,9 @@ def test_drafts_do_not_change_the_output(tmp_path: Path, kind: str, name: str) -
     drafters: list[Algorithm] = [
         Scripted(scripts, 3, lambda at, depth: (at * 7 + depth * 3) % 4 != 0, decoys) for decoys in (False, True)
     ]
-    drafters += [DFlash(DFlash.Config(**shape), target, tmp_path / "drafter") for shape in (CHAIN, TREE)]
+    drafters += [DFlash(DFlash.Config(**shape), target, tmp_path / "drafter") for shape in (TREE, CHAIN)]
+    if name == "deterministic":  # of the interpreter's runs, one kind of weights has two and the other has the others
+        drafters = drafters[::2] if kind == "blocks" else drafters[1::2]
     for drafter in drafters:
         drafted = run(drafter, asked, setup, target)
         assert [c.token_ids for c in drafted.completions] == alone, drafter.name

@@ -60,7 +60,7 @@ def small_config(architecture: str = "qwen3", **changes: Any) -> DecoderConfig:
 
 def small_dflash_config(target: DecoderConfig, num_layers: int = 2, **changes: Any) -> DFlashConfig:
     """A DFlash drafter that fits `target` and reads its layers 1 and 2; `changes` replace fields."""
-    config = DFlashConfig(
+    fields: dict[str, Any] = dict(
         decoder=replace(target, architecture="qwen3", num_layers=num_layers, qk_norm=True, rope_scaling=None),
         block_size=8,
         target_layer_ids=(1, 2),
@@ -68,7 +68,7 @@ def small_dflash_config(target: DecoderConfig, num_layers: int = 2, **changes: A
         num_target_layers=target.num_layers,
         causal_layers=(False,) * num_layers,
     )
-    return replace(config, **changes)
+    return DFlashConfig(**{**fields, **changes})
 
 
 @torch.no_grad()

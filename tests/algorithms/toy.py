@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import specdec_kernels as kernels
@@ -21,6 +22,7 @@ from algorithms.engine.grammar import Grammars
 from algorithms.engine.request import Request
 from algorithms.engine.session import Generation
 from algorithms.engine.settings import RuntimeSettings
+from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder
 from algorithms.models.loading import Target
 from algorithms.step.adaptive import StepCosts
@@ -28,7 +30,9 @@ from algorithms.step.sampling_params import SamplingParams
 from tests.algorithms.tiny_folders import small_config, small_dflash_config
 
 VOCAB = 61
-CONFIG = small_config(vocab_size=VOCAB, max_position_embeddings=128, eos_token_ids=())
+CONFIG = small_config(vocab_size=VOCAB, max_position_embeddings=128, eos_token_ids=(), num_layers=2)
+DEEP_CONFIG = replace(CONFIG, num_layers=4)
+"""For published drafters, which read features of several layers."""
 
 
 def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -40,13 +44,13 @@ def randomise(module: torch.nn.Module, seed: int) -> torch.nn.Module:
     return module.requires_grad_(False)
 
 
-def random_target(seed: int = 0) -> Target:
-    return Target(model=randomise(Decoder(CONFIG), seed), config=CONFIG, path=Path("toy"))
+def random_target(seed: int = 0, config: DecoderConfig = CONFIG) -> Target:
+    return Target(model=randomise(Decoder(config), seed), config=config, path=Path("toy"))
 
 
 def random_drafter(block_size: int = 16, seed: int = 1, markov_rank: int = 0, **changes: Any) -> DFlashDrafter:
     head = HeadConfig(VANILLA, markov_rank) if markov_rank else None
-    sizes = dict(block_size=block_size, mask_token_id=VOCAB - 1, head=head)
+    sizes = dict(block_size=block_size, mask_token_id=VOCAB - 1, head=head, target_layer_ids=(0, 1))
     config = small_dflash_config(CONFIG, **{**sizes, **changes})
     return randomise(DFlashDrafter(config), seed)
 
@@ -120,6 +124,12 @@ class Replayed:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.replay = work
+
+
+def time_once(patch: pytest.MonkeyPatch) -> None:
+    """An engine times each captured step, and each size of a step, several times before the first request."""
+    patch.setattr("algorithms.step.runner._IDLE_RUNS", 1)
+    patch.setattr("algorithms.step.runner._TIMED_RUNS", 1)
 
 
 def run(algorithm: Algorithm, asked: Sequence[Request], setup: Setup, target: Target) -> Generation:

@@ -16,16 +16,24 @@ from hydra.core import config_store
 from omegaconf import DictConfig, OmegaConf
 
 from tests.algorithms.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
+from tests.algorithms.toy import time_once
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with small random models: `target`, `dflash` and `draft`."""
     folder = tmp_path_factory.mktemp("models")
-    target = write_target(folder / "target")
-    write_dflash(folder / "dflash", small_dflash_config(target.config))
-    write_target(folder / "draft", small_config(num_layers=2), seed=2)
+    target = write_target(folder / "target", small_config(num_layers=2))
+    write_dflash(folder / "dflash", small_dflash_config(target.config, num_layers=1, target_layer_ids=(0, 1)))
+    write_target(folder / "draft", small_config(num_layers=1), seed=2)
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def steps_timed_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        time_once(patch)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -32,8 +32,9 @@ def test_readings_are_different(algo: str) -> None:
 
 
 def test_the_shipped_drafter_is_right_and_a_wrong_file_is_found(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     text = tmp_path / "prompts"
     text.write_text("Tom has 3 apples and buys 4 more. How many apples are there now?")
     arguments = [str(TINY / "target"), str(TINY / "dflash"), "--tokens", "12", "--text", str(text)]

@@ -19,9 +19,8 @@ from experiments.report.pivot import Estimate, Figure, Pivot, csv_text, html, la
 from experiments.report.run_folder import RunFolder
 from experiments.tasks.paper_table import figures, paper_tables
 from experiments.tasks.resumed import drop_unless_together
-from tests.programs import run_python
+from tests.experiments import program
 
-ROOT = Path(__file__).resolve().parents[2]
 FIGURES = (Figure("speedup", unit="×"), Figure("tokens/step"))
 BLOCK = Pivot(
     "Temperature 0",
@@ -121,17 +120,15 @@ def test_methods_that_one_process_decoded_are_kept(tmp_path: Path, processes: st
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("paper") / "run"
-    settings = [
-        *("experiment=paper_table", "model=tiny", "task.data=[arithmetic,code]", "task.limit=2", "task.seeds=[0,1]"),
-        *("task.concurrency=[2]", "task.only=[ngram]", "sampling.max_new_tokens=6", "runtime.impl=reference"),
-        *("tracker=none", "task.repeats=1", f"hydra.run.dir={path}"),
-    ]
-    done = run_python("run.py", *settings, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+def folder(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    done = program.called(
+        tmp_path_factory.mktemp("paper"), *program.model_settings(models),
+        *("experiment=paper_table", "task.data=[arithmetic,code]", "task.limit=2", "task.seeds=[0,1]"),
+        *("task.concurrency=[2]", "task.only=[ngram]", "sampling.max_new_tokens=6", "task.repeats=1"),
+    )  # fmt: skip
+    assert done.returncode == 0 and done.folder is not None, done.stderr
     assert "| ngram |" in done.stdout
-    return path
+    return done.folder
 
 
 def test_a_run_writes_every_table_in_every_format(folder: Path) -> None:

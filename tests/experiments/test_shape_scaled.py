@@ -59,7 +59,7 @@ def written(target: Target, kind: Any, config: Any, folder: Path | None) -> list
     tokenizer = Tokenizer.load(SMALL / "target")
     prompts = [tuple(tokenizer.encode_chat([text])) for text in PROMPTS]
     asked = [
-        Request(index, prompt, SamplingParams(max_new_tokens=24, temperature=0.7 * (index % 2), seed=index))
+        Request(index, prompt, SamplingParams(max_new_tokens=12, temperature=0.7 * (index % 2), seed=index))
         for index, prompt in enumerate(prompts * 2)
     ]
     algorithm = kind(config, target, None if folder is None else str(folder))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -82,7 +82,7 @@ ROUNDING = 2.0**-21  # of a threshold: the kernel's probabilities are float32, a
 BOUND = {"reference": 1e-8, "triton": 1e-6}
 
 
-def models(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def models(name: str, rule: str = "") -> tuple[torch.Tensor, torch.Tensor]:
     """Target logits and draft distributions by context, both [V, V].
 
     `spread`: every token may be sampled but the filler of the root. `narrow`: a context draws one token only, so that
@@ -95,6 +95,8 @@ def models(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     if name == "narrow":
         draft[2] = torch.tensor([0.0, 1.0, 0.0])
         target[1, 2] = float("-inf")
+    if rule in CHAIN_RULES:  # they take the rows as they are
+        draft = draft / draft.sum(-1, keepdim=True)
     return target, draft
 
 
@@ -166,6 +168,14 @@ def bisected(
     return low
 
 
+@cache
+def thresholds_of_reference(rule: str, design: str, chosen: Filter, sampled_for: str) -> torch.Tensor:
+    """[scans, T, C] float64: the thresholds of `accept`, which several tests look at."""
+    target, draft = models(design, rule)
+    tokens, _ = draws(sampled_for, draft)
+    return bisected(rule, partial(answers, rule, tokens, target, draft, chosen, accept, "reference"), len(tokens))
+
+
 def confirmed(ask: Callable[[torch.Tensor], torch.Tensor], found: torch.Tensor) -> torch.Tensor:
     """`found` where the answers change within ROUNDING of it, else 2, which is no probability and spoils the result."""
     low, high = (found - ROUNDING).clamp(min=0), (found + ROUNDING).clamp(max=NEVER)
@@ -212,8 +222,7 @@ def ended(rule: str, weights: torch.Tensor, shares: dict[int, torch.Tensor]) -> 
 def three_tokens(
     judge: AcceptFunction,
     rule: str,
-    target: torch.Tensor,
-    draft: torch.Tensor,
+    design: str,
     impl: str = "reference",
     *,
     chosen: Filter = OFF,
@@ -221,13 +230,15 @@ def three_tokens(
     halvings: int = BISECTIONS,
 ) -> torch.Tensor:
     """[T, V, V, V] float64: the distribution of what a step emits, continued by the target where it is shorter."""
-    if rule in CHAIN_RULES:  # they take the rows as they are
-        draft = draft / draft.sum(-1, keepdim=True)
+    target, draft = models(design, rule)
     tokens, weights = draws(sampled_for or rule, draft)
-    ask = partial(answers, rule, tokens, target, draft, chosen)
-    found = bisected(rule, partial(ask, judge, "reference"), len(tokens), halvings)
+    ask = partial(answers, rule, tokens, target, draft, chosen, judge)
+    if judge is accept and halvings == BISECTIONS:
+        found = thresholds_of_reference(rule, design, chosen, sampled_for or rule)
+    else:
+        found = bisected(rule, partial(ask, "reference"), len(tokens), halvings)
     if impl == "triton":
-        found = confirmed(partial(ask, judge, "triton"), found)
+        found = confirmed(partial(ask, "triton"), found)
     shares, ends = thresholds(rule, found)
     steps = own_steps(target, chosen)
     joint = torch.zeros(len(TEMPERATURES), VOCAB, VOCAB, VOCAB, dtype=torch.float64)
@@ -258,9 +269,9 @@ def distance(seen: torch.Tensor, target: torch.Tensor, chosen: Filter = OFF) -> 
 @pytest.mark.parametrize("impl, design", [("reference", "spread"), ("reference", "narrow"), ("triton", "narrow")])
 @pytest.mark.parametrize("rule", SHAPES)
 def test_exact_distribution_of_three_tokens(rule: str, impl: str, design: str) -> None:
-    target, draft = models(design)
+    target, _ = models(design)
     chosen = Filter(top_k=2) if design == "narrow" and rule in CHAIN_RULES else OFF
-    seen = three_tokens(accept, rule, target, draft, impl, chosen=chosen)
+    seen = three_tokens(accept, rule, design, impl, chosen=chosen)
     bound = BOUND["triton" if rule in CHAIN_RULES else impl]  # rows of float32 sum to 1 within a rounding
     assert (distance(seen, target, chosen) <= bound).all()
     assert (seen[expected_joint(target, chosen) == 0] <= bound).all()
@@ -269,16 +280,14 @@ def test_exact_distribution_of_three_tokens(rule: str, impl: str, design: str) -
 @pytest.mark.parametrize("rule", WITHOUT_REPLACEMENT_RULES)
 def test_independent_draws_may_be_judged_without_replacement(rule: str) -> None:
     """Equal siblings are passed over, and independent draws that differ are draws without replacement."""
-    target, draft = models("spread")
-    seen = three_tokens(accept, rule, target, draft, sampled_for="multi_round")
-    assert (distance(seen, target) <= BOUND["reference"]).all()
+    seen = three_tokens(accept, rule, "spread", sampled_for="multi_round")
+    assert (distance(seen, models("spread")[0]) <= BOUND["reference"]).all()
 
 
 @pytest.mark.parametrize("rule", INDEPENDENT)
 def test_draws_without_replacement_must_not_be_judged_as_independent(rule: str) -> None:
-    target, draft = models("spread")
-    seen = three_tokens(accept, rule, target, draft, sampled_for="without_replacement", halvings=14)
-    assert distance(seen, target).max() > 1e-3
+    seen = three_tokens(accept, rule, "spread", sampled_for="without_replacement", halvings=14)
+    assert distance(seen, models("spread")[0]).max() > 1e-3
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -286,7 +295,7 @@ def test_expected_number_of_accepted_drafts(rule: str) -> None:
     """The formula against the thresholds that bisection finds."""
     target, draft = models("narrow")
     tokens, weights = draws(rule, draft)
-    found = bisected(rule, partial(answers, rule, tokens, target, draft, OFF, accept, "reference"), len(tokens))
+    found = thresholds_of_reference(rule, "narrow", OFF, rule)
     by_end = ended(rule, weights, thresholds(rule, found)[0])
     wanted = sum(len(TREE.path_to(end)) * reached for end, reached in by_end.items())
     links = TREE.links(len(tokens), torch.zeros(len(tokens)).long())
@@ -333,8 +342,7 @@ FAULTS = [rows_of_the_draft_moved, recorded_flatter, recorded_in_8_bits, tempera
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rule", SHAPES)
 def test_the_distribution_refuses_a_fault(rule: str, fault: AcceptFunction) -> None:
-    target, draft = models("spread")
-    assert distance(three_tokens(fault, rule, target, draft, halvings=14), target).max() > 1e-3
+    assert distance(three_tokens(fault, rule, "spread", halvings=14), models("spread")[0]).max() > 1e-3
 
 
 def case_inputs(name: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _POINTER_TYPES = {
     torch.float64: "fp64",
 }
 ALIGNMENT = 16  # bytes of a pointer, or a factor of an integer, that the just-in-time compiler specialises on
-_DIFFERENT = 4099  # floats of an input before they repeat
+_DIFFERENT = 4099  # numbers of an input before they repeat
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # types of weights and activations that a run can have
 
 
@@ -65,12 +65,18 @@ class Job:
 
 
 class _Repeating(Maker):
-    """Floats that repeat: random ones for a real vocabulary take seconds."""
+    """Numbers that repeat: random ones for a real vocabulary take seconds."""
 
     def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        count = math.prod(shape)
-        few = super().normal(_DIFFERENT, scale=scale)
-        return few.repeat(-(-count // _DIFFERENT))[:count].reshape(shape)
+        return _repeated(super().normal(_DIFFERENT, scale=scale), shape)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return _repeated(super().integers(low, high, _DIFFERENT, dtype=dtype), shape)
+
+
+def _repeated(few: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    count = math.prod(shape)
+    return few.repeat(-(-count // len(few)))[:count].reshape(shape)
 
 
 def collect(

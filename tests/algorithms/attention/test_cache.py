@@ -40,15 +40,15 @@ def test_factors_are_those_of_their_layer(tmp_path: Path) -> None:
     save_file(scales()._asdict(), tmp_path / "scales.safetensors")
     loaded = load_kv_scales(tmp_path / "scales.safetensors", CONFIG)
     assert torch.equal(loaded.k_scale, scales().k_scale) and torch.equal(loaded.v_scale, scales().v_scale)
-    third = loaded.of_layer(2)
-    assert (third.k_scale.tolist(), third.v_scale.tolist()) == ([5, 6], [500, 600])
+    second = loaded.of_layer(1)
+    assert (second.k_scale.tolist(), second.v_scale.tolist()) == ([3, 4], [300, 400])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (dict(v_scale=None), "got no v_scale"),
-        (dict(k_scale=torch.ones(4, 1)), r"expected k_scale of \[layers, KV heads\] \[4, 2\], got \[4, 1\]"),
+        (dict(k_scale=torch.ones(2, 1)), r"expected k_scale of \[layers, KV heads\] \[2, 2\], got \[2, 1\]"),
         *(
             (dict(v_scale=torch.full(SHAPE, wrong)), "expected finite factors above zero, v_scale of .* has others")
             for wrong in (0.0, -1.0, float("inf"), float("nan"))

@@ -24,7 +24,8 @@ from algorithms.models.loading import Target
 from algorithms.standalone import Standalone
 from specdec_kernels import build_tree
 from tests.algorithms import fake_packages
-from tests.algorithms.toy import CONFIG, VOCAB, Scripted, Setup, answers, randomise, requests, run, scripts
+from tests.algorithms.toy import DEEP_CONFIG as CONFIG
+from tests.algorithms.toy import VOCAB, Scripted, Setup, answers, randomise, requests, run, scripts
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"sliding_windows": (None, 1, 3, 40)},

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from algorithms.models.dense_mixer import DenseMixer
-from tests.algorithms.drafters import TARGET
+from tests.algorithms.drafters import DEEP_TARGET as TARGET
 from tests.algorithms.tiny_folders import write_json
-from tests.algorithms.toy import CONFIG, VOCAB
+from tests.algorithms.toy import DEEP_CONFIG as CONFIG
+from tests.algorithms.toy import VOCAB
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, LAYERS = 32, 4, 2, 16, 48, 2
 EPS, THETA, MASK = 1e-6, 10_000.0, VOCAB - 1

@@ -26,7 +26,7 @@ from tests.algorithms.dflash.published import (
     speculators_dflash_2,
     zlab,
 )
-from tests.algorithms.drafters import TARGET
+from tests.algorithms.drafters import DEEP_TARGET as TARGET
 from tests.algorithms.tiny_folders import edit_json, refusal
 from tests.algorithms.toy import Setup, answers, changed, requests, run
 

@@ -25,9 +25,10 @@ from tests.algorithms.dflash.published import (
     rms,
     rotate,
 )
-from tests.algorithms.drafters import TARGET
+from tests.algorithms.drafters import DEEP_TARGET as TARGET
 from tests.algorithms.tiny_folders import write_json
-from tests.algorithms.toy import CONFIG, VOCAB
+from tests.algorithms.toy import DEEP_CONFIG as CONFIG
+from tests.algorithms.toy import VOCAB
 
 LLAMA = {**DECODER, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 KNOWN = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))[:37].sort().values

@@ -12,7 +12,7 @@ import torch
 from algorithms.eagle.drafting import Eagle3, PEagle
 from algorithms.eagle.loading import load_eagle
 from tests.algorithms.dflash.test_published import Recorded, greedy, path_to
-from tests.algorithms.drafters import TARGET
+from tests.algorithms.drafters import DEEP_TARGET as TARGET
 from tests.algorithms.eagle.published import (
     CHAINS,
     HEADS_BY_NAME,
@@ -25,7 +25,8 @@ from tests.algorithms.eagle.published import (
     speculators,
 )
 from tests.algorithms.tiny_folders import change_weights, edit_json, refusal
-from tests.algorithms.toy import CONFIG, Setup, changed, requests, run
+from tests.algorithms.toy import DEEP_CONFIG as CONFIG
+from tests.algorithms.toy import Setup, changed, requests, run
 
 TEMPERATURE, STEPS = 0.7, 4
 

@@ -66,7 +66,11 @@ def write_speculators(folder: Path) -> Path:
         "num_nextn_predict_layers": 1,
         "speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}]},
         "speculators_model_type": "mtp",
-        "transformer_layer_config": {**DECODER, "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4},
+        "transformer_layer_config": {
+            **DECODER,
+            "num_hidden_layers": CONFIG.num_layers,
+            "layer_types": ["full_attention"] * CONFIG.num_layers,
+        },
     }
     write_json(folder / "config.json", config)
     write_weights(folder, layers_of(MTPConfig(replace(CONFIG, num_layers=1)), "mtp_layers."))

@@ -37,7 +37,7 @@ from tests.algorithms.toy import (
 
 WORLD = 2
 SHARDED_KINDS = ("latent",)
-ASKED = [changed(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=12)]
+ASKED = [changed(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=8)]
 
 
 def eagle3_over(target: Target, texts: list[list[int]], **shape: int) -> Algorithm:

@@ -69,7 +69,7 @@ def test_stop_tokens_are_drafted_once_the_output_is_long_enough() -> None:
     assert seen == [False, False, True, True]
 
 
-CHANGES: dict[str, dict[str, Any]] = {"bias": BIASED, "bad words": {"bad_words": ((3,), (40,), (11,))}}
+CHANGES: dict[str, dict[str, Any]] = {"bias": BIASED, "bad words": {"bad_words": ((27,), (30,), (46,))}}
 
 
 @pytest.mark.parametrize("settings", [{}, {"rule": "block"}])

@@ -54,6 +54,7 @@ def test_times_of_steps_are_medians_and_plain_ones_have_their_share_of_an_observ
         calls.append(size)
         return 100.0 * place + (90, 5, 1, 3, 2, 4)[turn]
 
+    monkeypatch.setattr("algorithms.step.runner._TIMED_RUNS", 5)
     monkeypatch.setattr(runner, "_timed_ms", timed)
     found = runner.step_times(NEEDS)
     assert calls == ([1] * 6 + [2] * 6) * 6
