@@ -17,10 +17,10 @@ def kv_dtype_of(settings: RuntimeSettings) -> torch.dtype | None:
     return None if settings.kv_dtype == "auto" else torch.float8_e4m3fn
 
 
-def graph_level(settings: RuntimeSettings, device: torch.device) -> str:
-    """How much of a step is captured. `auto` is all of it on a GPU."""
+def graph_level(settings: RuntimeSettings, backend: Backend, device: torch.device) -> str:
+    """How much of a step is captured. `auto` is all of it on a GPU, where the backend can be captured."""
     if settings.graph == "auto":
-        return "step" if device.type == "cuda" else "none"
+        return "step" if device.type == "cuda" and backend.capturable else "none"
     return settings.graph
 
 
@@ -56,9 +56,13 @@ def check_adaptive(algorithm: Algorithm, level: str) -> None:
 
 
 def check_backend(
-    backend: Backend, target: Target, algorithm: Algorithm, settings: RuntimeSettings, fused: bool = False
+    backend: Backend, target: Target, algorithm: Algorithm, settings: RuntimeSettings, level: str, fused: bool = False
 ) -> None:
-    """Raise EngineError or ValueError where the backend cannot serve the target."""
+    """Raise EngineError or ValueError where the backend cannot serve the target at this level of capture."""
+    if level != "none" and not backend.capturable:
+        raise EngineError(
+            f"backend={backend.name} reads lengths back in every step and cannot be captured, got graph={level}"
+        )
     if settings.deterministic and not (fused and backend.deterministic):
         raise EngineError(
             f"deterministic: expected fused kernels and a backend built for it, got fused={fused} and "

@@ -78,10 +78,10 @@ class Engine:
         Raises EngineError or ValueError if the backend cannot do what target, algorithm and settings need.
         """
         device, config = target.device, target.config
-        level = graph_level(settings, device)
+        level = graph_level(settings, backend, device)
         fused = runs_fused(settings, device, target.dtype)
         check_tree(algorithm)
-        check_backend(backend, target, algorithm, settings, fused)
+        check_backend(backend, target, algorithm, settings, level, fused)
         adaptive = settings.adaptive and algorithm.num_nodes > 1
         if adaptive:
             check_adaptive(algorithm, level)

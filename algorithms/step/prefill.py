@@ -22,7 +22,7 @@ class Prefiller:
         self._parts, self.prefills, self._recorder = parts, prefills, recorder
         self._longest = parts.state.page_table.shape[1] * parts.resources.page_size
         self._captured: dict[int, Captured] = {}
-        self._is_warm = parts.resources.device.type != "cuda"
+        self._is_warm = parts.resources.device.type != "cuda" or not parts.resources.backend.capturable
 
     def prepare(self) -> None:
         """Capture every size, or compile what it launches, unless done. No request may be running."""
@@ -53,10 +53,10 @@ class Prefiller:
         prefill = prefill_for(self.prefills, segments)
         prefill.send(segments)
         if prefill.size in self._captured:
-            self._parts.resources.backend.plan_replay(prefill.longest)
             self._captured[prefill.size].replay()
         else:
-            self._forward(prefill, prefill.longest - prefill.tile)
+            ends = (segment.start + tiles_of(segment.num_tokens, prefill.tile) * prefill.tile for segment in segments)
+            self._forward(prefill, max(ends) - prefill.tile)
 
     def _forward(self, prefill: PrefillBatch, longest: int) -> None:
         """The prefill that was sent last, whose tiles begin at position `longest` at most."""

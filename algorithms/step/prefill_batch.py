@@ -60,7 +60,6 @@ class PrefillBatch:
     """`size` tiles of `tile` tokens. Send what they hold, begin, run the target over `tokens`, and finish."""
 
     tokens: Tensor  # [size, tile] int64, since `begin`
-    longest: int  # the end of the last tile of a prompt that was sent, padding included
 
     def __init__(self, parts: StepParts, size: int, tile: int) -> None:
         max_pages, device = parts.state.page_table.shape[1], parts.resources.device
@@ -85,12 +84,10 @@ class PrefillBatch:
             arrays[name].fill(0)
         for name in ("slots", "prompt_slots"):
             arrays[name].fill(self._parts.state.dummy_slot)
-        tile, self.longest = 0, 0
+        tile = 0
         for place, segment in enumerate(segments):
             self._write_prompt(arrays, place, tile, segment)
-            num_tiles = self._write_tiles(arrays, tile, segment)
-            tile += num_tiles
-            self.longest = max(self.longest, segment.start + num_tiles * self.tile)
+            tile += self._write_tiles(arrays, tile, segment)
         self._staging.send()
 
     def _write_tiles(self, arrays: Arrays, first: int, segment: PrefillSegment) -> int:

@@ -176,7 +176,7 @@ class StepRunner:
         """Capture every bucket and size for `needs`, or compile what steps launch, unless done. No request may be
         running."""
         resources = self._parts.resources
-        if self.recorder is None and resources.device.type == "cuda":
+        if self.recorder is None and resources.device.type == "cuda" and resources.backend.capturable:
             self.compile(needs)
         missing = [variant for variant in self._variants(needs) if variant not in self._captured]
         if not missing:
@@ -239,11 +239,10 @@ class StepRunner:
         """Start a step over slots 0 … num_slots - 1 and return its table, still being written, for those slots.
         `prefill`, which has been sent, is part of it. The first draft for requests is checked; where it is captured, it
         is drafted once more for that."""
+        nodes = self._next_nodes(num_slots, max_length, needs)
         first, self._launched = not self._launched, True
         if first and self.recorder:
             self._step(num_slots, max_length, needs, checked=True).draft()
-        self._plan_replay(max_length, prefill)
-        nodes = self._next_nodes(num_slots, max_length, needs)
         if self.recorder:
             launch = self._recorded(_Variant(self.bucket_of(num_slots), nodes, needs), prefill)
         else:
@@ -251,13 +250,6 @@ class StepRunner:
         self._play(launch.calls)
         self.last_step = launch.step
         return launch.step.table[:num_slots]
-
-    def _plan_replay(self, max_length: int, prefill: PrefillBatch | None = None) -> None:
-        """Before captured steps over requests of up to `max_length` committed tokens, with `prefill`."""
-        if self.recorder is not None:
-            algorithm = self._parts.algorithm
-            longest = max_length + max(algorithm.num_nodes, algorithm.draft_slots)
-            self._parts.resources.backend.plan_replay(max(longest, prefill.longest if prefill else 0))
 
     def _recorded(self, variant: _Variant, prefill: PrefillBatch | None) -> _Launch:
         alone = self._captured[variant]
@@ -330,7 +322,6 @@ class StepRunner:
         state.fill_dummy(size, length, resources.num_pages, generator)
         for texts in resources.histories:
             texts.begin(state.history[:size], length)
-        self._plan_replay(length)
         with clock.phase("step"):
             work()
         return clock.phase_times_ms()["step"]

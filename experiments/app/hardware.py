@@ -29,11 +29,11 @@ class Hardware:
         """Whether CUDA graphs exist on this device."""
         return self.device == "cuda"
 
-    def graph_level(self, asked: str) -> str:
-        """The level of capture that `asked` stands for; `auto` is `step` wherever that is possible."""
+    def graph_level(self, asked: str, capturable: bool) -> str:
+        """The level of capture that `asked` stands for; `auto` is `step` wherever the backend is `capturable`."""
         if asked != "auto":
             return asked
-        return "step" if self.can_capture else "none"
+        return "step" if self.can_capture and capturable else "none"
 
 
 def resolve_hardware(runtime: RuntimeSettings) -> Hardware:

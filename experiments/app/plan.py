@@ -55,7 +55,7 @@ class Plan:
     @property
     def graph(self) -> str:
         """How much of a step is captured."""
-        return self.hardware.graph_level(self.config.runtime.graph)
+        return self.hardware.graph_level(self.config.runtime.graph, self.config.backend.capturable)
 
     def kv_scales(self) -> KVScales | None:
         """This process's share of the factors of stored keys and values, which were checked before."""
@@ -201,12 +201,12 @@ def _check_backend(
     methods: Mapping[str, Any],
     drafters: Sequence[tuple[str, AttentionCalls | None]],
 ) -> None:
-    """Refuse graphs that the device cannot capture, and a backend that cannot run here or serve the target or one of
-    the `drafters`, each with the setting that asks for it."""
+    """Refuse a backend that cannot run here, be captured as asked, or serve the target or one of the `drafters`, each
+    with the setting that asks for it."""
     with user_errors(ValueError):
         backend = backends()[chosen.name](chosen, hardware.impl, config.runtime.deterministic)
         for asked in config.task.graphs_of(config, hardware.can_capture):
-            check_capture(hardware.graph_level(asked), hardware)
+            check_capture(hardware.graph_level(asked, chosen.capturable), hardware, backend)
         dtype, device = getattr(torch, hardware.dtype), torch.device(hardware.device)
         page_size, kv_dtype = config.runtime.page_size, kv_dtype_of(config)
         target_calls = AttentionCalls(target.config, {"prefill": "chain", "decode": "chain"})
@@ -244,9 +244,19 @@ def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
             read_step_times(runtime.adaptive_cost, "runtime.adaptive_cost")
 
 
-def check_capture(level: str, hardware: Hardware) -> None:
-    """Refuse a level of capture that the device cannot have. Raises UserError."""
-    if level != "none" and not hardware.can_capture:
+def check_capture(level: str, hardware: Hardware, backend: Any) -> None:
+    """Refuse a level of capture that the device or the backend cannot have. Raises UserError."""
+    from algorithms.attention.backends.selection import backends
+
+    if level == "none":
+        return
+    if not hardware.can_capture:
         raise UserError(
             f"runtime.graph={level} captures CUDA graphs, and this run is on the CPU\nuse runtime.graph=none"
+        )
+    if not backend.capturable:
+        able = ", ".join(name for name, kind in backends().items() if kind.Config().capturable)
+        raise UserError(
+            f"backend={backend.name} reads lengths back in every step and cannot be captured: use runtime.graph=none, "
+            f"or one of backend={able}"
         )

@@ -90,75 +90,59 @@ def windowed(rows: int, keys: int, causal: bool, left: int | None, right: int | 
 
 
 class FakePrefillWrapper:
-    """`flashinfer.BatchPrefillWithPagedKVCacheWrapper` for CUDA graphs. Like the real one it plans on the host, for a
-    fixed batch and at most the rows of the first plan, and its kernel reads the lengths in the buffers that it was
-    given, of which it reaches no key past the planned ones."""
+    """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`. Like the real one it keeps only the last plan, and the kernel
+    that the first plan chose."""
 
     made: list[FakePrefillWrapper] = []
-    BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = bind(FLASHINFER_INIT, *args, **kwargs)
         assert given["float_workspace_buffer"].dtype == torch.uint8 and given["kv_layout"] == "NHD"
-        assert given["backend"] == "fa2" and given["use_cuda_graph"] is True
-        self.buffers = [given[name] for name in self.BUFFERS]
-        self.batch, self.plans, self.most_rows = len(given["qo_indptr_buf"]) - 1, 0, None
-        int32("paged_kv_indptr_buf", self.buffers[1], self.batch + 1)
-        int32("paged_kv_last_page_len_buf", self.buffers[3], self.batch)
+        assert given["backend"] in ("auto", "fa2", "fa3")
+        self.backend, self.plans = given["backend"], 0
         self.made.append(self)
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         p = bind(FLASHINFER_PLAN, *args, **kwargs)
-        assert not packages.capturing(), "plan copies from the host and may not be captured"
-        given = [p[name.removesuffix("_buf")] for name in self.BUFFERS]
-        assert all(tensor.device.type == "cpu" for tensor in given), "lengths are read on the host"
-        int32("qo_indptr", given[0], self.batch + 1)
-        int32("paged_kv_indptr", given[1], self.batch + 1)
-        int32("paged_kv_indices", given[2], len(given[2]))
-        int32("paged_kv_last_page_len", given[3], self.batch)
-        assert len(given[2]) <= len(self.buffers[2]) and p.get("custom_mask") is None
-        assert bool(((given[3] >= 1) & (given[3] <= p["page_size"])).all())
-        rows = given[0].diff()
-        assert bool((rows == p["uniform_q_len"]).all())
-        self.most_rows = self.most_rows or int(given[0][-1])
-        assert int(given[0][-1]) <= self.most_rows
-        for buffer, values in zip(self.buffers, given, strict=True):
-            buffer[: len(values)].copy_(values)
-        self.planned, self.plans = p, self.plans + 1
-        self.longest = ((given[1].diff() - 1) * p["page_size"] + given[3]).tolist()
+        batch = len(p["qo_indptr"]) - 1
+        int32("qo_indptr", p["qo_indptr"], batch + 1)
+        int32("paged_kv_indptr", p["paged_kv_indptr"], batch + 1)
+        int32("paged_kv_last_page_len", p["paged_kv_last_page_len"], batch)
+        int32("paged_kv_indices", p["paged_kv_indices"], len(p["paged_kv_indices"]))
+        assert p["paged_kv_indptr"][-1] <= len(p["paged_kv_indices"])
+        pages = p["paged_kv_indptr"].diff()
+        last = p["paged_kv_last_page_len"]
+        assert bool((pages >= 1).all()) and bool(((last >= 1) & (last <= p["page_size"])).all())
+        if self.backend == "auto":
+            self.backend = "fa2" if p.get("custom_mask") is not None else "fa3"
+        keys, rows = (pages - 1) * p["page_size"] + last, p["qo_indptr"].diff()
+        if p.get("custom_mask") is not None:
+            assert self.backend == "fa2", "fa3 takes no mask"
+            assert p["custom_mask"].dtype == torch.bool and p["custom_mask"].shape == (int((rows * keys).sum()),)
+        self.planned, self.keys, self.rows = p, keys.tolist(), rows.tolist()
+        self.plans += 1
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given, p = bind(FLASHINFER_RUN, *args, **kwargs), self.planned
         q, (keys, values) = given["q"], given["paged_kv_cache"]
-        rows = self.batch * p["uniform_q_len"]
-        assert (
-            q.dtype in DTYPES
-            and q.dtype == p["q_data_type"]
-            and keys.dtype == p["kv_data_type"]
-            and keys.stride() == values.stride()
-        )
-        assert q.shape == (rows, p["num_qo_heads"], p["head_dim_qk"]) and given["out"].shape == q.shape
-        assert keys.shape[1:] == (p["page_size"], p["num_kv_heads"], p["head_dim_qk"])
-        out, lse = given["out"], q.new_empty(q.shape[:2], dtype=torch.float32)
-        tape.device_work(partial(self.kernel, q, keys, values, out, lse))
-        return (out, lse) if given["return_lse"] else out
-
-    def kernel(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *results: torch.Tensor) -> None:
-        """What a launch computes: from the plan and the buffers as they are when it runs."""
-        p, (rows, indptr, indices, last) = self.planned, [buffer.tolist() for buffer in self.buffers]
-        for request in range(self.batch):
-            pages = indices[indptr[request] : indptr[request + 1]]
-            count = (len(pages) - 1) * p["page_size"] + last[request] if pages else 0
-            assert count <= self.longest[request], f"planned for {self.longest[request]} keys, got {count}"
-            assert all(0 <= page < len(keys) for page in pages), "a page that does not exist"
-            stored = [half[torch.tensor(pages, dtype=torch.int64)].flatten(0, 1)[:count] for half in (keys, values)]
-            part = slice(rows[request], rows[request + 1])
-            seen = windowed(part.stop - part.start, count, p["causal"], p["window_left"], None)
-            one = attend(q[part], *stored, seen, p["sm_scale"], p["logits_soft_cap"] or 0.0)
-            results[0][part], results[1][part] = one[0].to(q.dtype), one[1].float() / math.log(2.0)
+        assert q.dtype == p["q_data_type"] and keys.dtype == p["kv_data_type"] and keys.stride() == values.stride()
+        assert q.shape == (sum(self.rows), p["num_qo_heads"], p["head_dim_qk"])
+        assert keys.shape[1:] == (p["page_size"], p["num_kv_heads"], p["head_dim_qk"]) and given["return_lse"]
+        out, lse, row, bit = [], [], 0, 0
+        for request, (rows, count) in enumerate(zip(self.rows, self.keys, strict=True)):
+            start, end = p["paged_kv_indptr"][request : request + 2].tolist()
+            pages = p["paged_kv_indices"][start:end].long()
+            stored = [half[pages].flatten(0, 1)[:count] for half in (keys, values)]
+            if p.get("custom_mask") is not None:
+                seen = p["custom_mask"][bit : bit + rows * count].view(rows, count)
+                assert p["window_left"] < 0
+            else:
+                seen = windowed(rows, count, p["causal"], p["window_left"], None)
+            one = attend(q[row : row + rows], *stored, seen, p["sm_scale"], p["logits_soft_cap"] or 0.0)
+            out.append(one[0])
+            lse.append(one[1])
+            row, bit = row + rows, bit + rows * count
+        return torch.cat(out).to(q.dtype), torch.cat(lse).float() / math.log(2.0)
 
 
 def fake_flash_attn_varlen_func(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,7 +189,6 @@ def take_float32(monkeypatch: Any) -> None:
     """Let the stand-ins serve models in float32, of which every token can be compared, with heads of 16."""
     monkeypatch.setattr("tests.algorithms.fake_packages.DTYPES", (torch.float32,))
     monkeypatch.setattr(packages, "half_precision_only", lambda shape: None)
-    monkeypatch.setattr("algorithms.attention.backends.flashinfer._HEAD_DIMS", (16,))
 
 
 def install(monkeypatch: Any) -> None:
@@ -218,4 +201,3 @@ def install(monkeypatch: Any) -> None:
         monkeypatch.setitem(__import__("sys").modules, name, made)
     monkeypatch.setattr(packages, "no_device", lambda: None)
     monkeypatch.setattr(packages, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(packages, "capturing", tape.recording)

@@ -2,8 +2,9 @@
 
     chain, block   one `flash_attn_varlen_func` over the page table: `seqused_q` rows and L + q_len keys, aligned at the
                    end, causal or not, `window_size` = (window - 1, open)
-    tree           the prefix without a mask, the draft slots as in `packages`; the package's `mask_mod` would evaluate
-                   a mask over the prefix
+    tree           the prefix without a mask through FlashAttention-4, the draft slots with their bit mask through
+                   `paged_attention` as a pool of one-token pages, merged by log-sum-exp. This is exact, and no mask is
+                   ever evaluated over the prefix, as the package's `mask_mod` would do
     sinks          folded in by log-sum-exp, which serves both routes
 
 The package compiles a kernel for the first call of a kind, allocates through torch and launches on its current stream,
@@ -43,7 +44,7 @@ class FlashAttentionPlan(NamedTuple):
     draft: AttentionMetadata | None
 
 
-class FlashAttention4(packages.PackageBackend):
+class FlashAttention4:
     """See `Backend`. Configurations reach it through `backend.dispatch` of `fa4`."""
 
     name = "flash_attention_4"
@@ -67,8 +68,10 @@ class FlashAttention4(packages.PackageBackend):
         chip = packages.capability(device)
         if chip is None or chip[0] not in _PAGED_CHIPS:
             return f"it reads page tables on compute capability 9.x and 10.x only, {device} has {chip}"
-        if reason := packages.half_precision_only(shape) or packages.tree_window(mode, window):
+        if reason := packages.half_precision_only(shape):
             return reason
+        if mode == "tree" and window is not None:
+            return "a window over a tree goes by depth, and it counts slots"
         most = 256 if chip[0] == 9 else 128
         if 8 <= shape.head_dim <= most and shape.head_dim % 8 == 0:
             return None
@@ -99,9 +102,64 @@ class FlashAttention4(packages.PackageBackend):
             softcap=metadata.soft_cap or 0.0,
             num_splits=1,
         )
-        return FlashAttentionPlan(metadata, arguments, packages.draft_part(metadata, shape, self._impl))
+        return FlashAttentionPlan(metadata, arguments, self._draft(metadata, shape) if tree else None)
 
-    def attend(self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    def run_with_lse(
+        self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`run`, and lse [B, N, H] float32, natural logarithm, sinks included; -inf for rows past `q_lens`."""
+        from algorithms.attention.backends.states import add_sinks, merge_states
+
+        metadata, unused = plan.metadata, _unused(plan.metadata, q)
+        out, lse = self._attend(plan, q, kv, with_lse=True)
+        assert lse is not None
+        if plan.draft is not None:
+            # Rows without a prefix have seen nothing yet; the package leaves them unwritten.
+            lse = lse.masked_fill((unused | (metadata.lengths == 0)[:, None])[..., None], float("-inf"))
+            tokens = kv.view(2, -1, 1, *kv.shape[3:])
+            draft = kernels.paged_attention_with_lse(q, tokens, plan.draft, impl=self._impl)
+            out, lse = merge_states(out, lse, *draft)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        return out.masked_fill(unused[..., None, None], 0.0), lse.masked_fill(unused[..., None], float("-inf"))
+
+    def run(
+        self,
+        plan: FlashAttentionPlan,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `Backend`."""
+        if sinks is None and plan.draft is None:
+            result = self._attend(plan, q, kv, with_lse=False)[0]
+            result = result.masked_fill(_unused(plan.metadata, q)[..., None, None], 0.0)
+        else:
+            result = self.run_with_lse(plan, q, kv, sinks)[0]
+        return result if out is None else out.copy_(result)
+
+    def _attend(self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """The package's part of a call: of a tree the prefix. Rows that are not in use hold anything."""
         attention = import_module("flash_attn.cute").flash_attn_varlen_func
         out, lse = attention(q, kv[0], kv[1], **plan.arguments, return_lse=with_lse)
         return out, lse.transpose(1, 2) if with_lse else None
+
+    def _draft(self, metadata: AttentionMetadata, shape: AttentionShape) -> AttentionMetadata:
+        """The draft slots as separate requests without a prefix, with one token per page, so they may begin
+        anywhere."""
+        import torch
+
+        width = metadata.tree_width or shape.num_nodes
+        table, used = metadata.page_table.contiguous(), metadata.used_slots(shape.num_nodes).to(torch.int32)
+        slots = kernels.token_slots(table, metadata.lengths, used, width, shape.page_size, impl=self._impl)
+        pages, no_prefix = slots.clamp(min=0).to(torch.int32), torch.zeros_like(metadata.lengths)
+        return metadata._replace(page_table=pages, lengths=no_prefix, max_length=None)
+
+
+def _unused(metadata: AttentionMetadata, q: Tensor) -> Tensor:
+    """[B, N] bool: rows of q past `q_lens`."""
+    import torch
+
+    return torch.arange(q.shape[1], device=q.device) >= metadata.used_rows(q.shape[1])[:, None]

@@ -1,21 +1,16 @@
-"""`backend=flashinfer`: FlashInfer's paged kernels for prompts, decode, chain, block and tree calls.
+"""`backend=flashinfer`: FlashInfer's paged prefill wrapper for prompts, decode, chain, block and tree calls.
 
-    chain, block   causal or not over N rows and L + N or L + q_lens keys, aligned at the end,
-                   `window_left` = window - 1
-    tree           the prefix without a mask, the draft slots as in `packages`
+    chain, block   causal or not over q_len rows and L + q_len keys, aligned at the end, `window_left` = window - 1
+    tree           `custom_mask`, a dense boolean q_len x (L + draft slots) per request, by FlashInfer's `fa2` kernel;
+                   `fa3` takes no mask. A window over a tree goes by depth and is part of the mask
     sinks          folded in by log-sum-exp: the generic paged kernels accept an argument of that name and ignore it
 
-FlashInfer divides the work on the host and the kernel reads the lengths on the device. So a call is planned for a bound
-of the lengths, and nothing is read back: a part of a request past its last key is empty. `Planned.plan` does this
-outside of graphs, and again when the bound has changed (`plan_replay`). Page numbers and lengths are copied into
-buffers of fixed address, inside of graphs.
+`plan` reads lengths back to the host, as FlashInfer's own planner does, so it cannot be captured in a CUDA graph. Rows
+that are not in use are left out. A FlashInfer object keeps only its last plan, so `run` plans again after another
+forward has used the object.
 
-All calls use the `fa2` kernel of the prefill wrapper. The decode wrapper with tensor cores launches this kernel too.
-The others cannot be planned for a bound: the `fa3` planner writes lengths into its list of work, and the decode kernel
-without tensor cores computes parts past the end.
-
-Written against flashinfer-python 0.7.2.post1 (`flashinfer/prefill.py`, `include/flashinfer/attention/scheduler.cuh` and
-`prefill.cuh`).
+Written against flashinfer-python 0.7.2.post1 (`flashinfer/prefill.py`); the packed form of the mask is not used because
+its offsets are taken for bits there.
 """
 
 from __future__ import annotations
@@ -27,134 +22,50 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends import packages
-from algorithms.attention.backends.protocol import NO_BITS, BackendError
-from specdec_kernels.checks import expect_at_least
+from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError
+from specdec_kernels.checks import expect_at_least, expect_choice
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from specdec_kernels import AttentionMetadata, AttentionShape
-    from specdec_kernels.kv_index.types import FlashInferIndices
 
 PACKAGE = "flashinfer-python"
+KERNELS = ("auto", "fa2", "fa3")
 _HEAD_DIMS = (64, 128, 256)
 _LN_2 = math.log(2.0)
-_PLAN_BYTES = 1 << 20
-"""Device memory of one plan, whose size follows the number of rows and of multiprocessors."""
-_SHORTEST_BOUND = 512
-
-
-def rounded_bound(length: int) -> int:
-    """A bound of `length` keys that changes rarely while requests grow: 4, 5, 6 or 7 times a power of two."""
-    step = 1 << max(length - 1, _SHORTEST_BOUND - 1).bit_length() - 3
-    return -(-max(length, _SHORTEST_BOUND) // step) * step
-
-
-class Call(NamedTuple):
-    """What FlashInfer plans for besides the bound of the lengths."""
-
-    batch: int
-    max_pages: int
-    shape: AttentionShape
-    causal: bool
-    window: int | None
-    soft_cap: float | None
-    scale: float
 
 
 class FlashInferPlan(NamedTuple):
-    """A call and what its buffers must hold."""
+    """Arguments of FlashInfer's `plan`, None where no request has rows."""
 
-    metadata: AttentionMetadata
-    draft: AttentionMetadata | None
-    planned: Planned
-    pages: FlashInferIndices
-
-
-class Planned:
-    """FlashInfer's object for one kind of call. Captured launches read its buffers and its plan at their addresses."""
-
-    def __init__(self, call: Call, workspace: Tensor) -> None:
-        import torch
-
-        from specdec_kernels.kv_index.types import FlashInferIndices
-
-        def numbers(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=workspace.device)
-
-        self._call, self._device, self.bound = call, workspace.device, 0
-        self._filled: FlashInferPlan | None = None
-        self._buffers = FlashInferIndices(
-            numbers(call.batch + 1), numbers(call.batch * call.max_pages), numbers(call.batch)
-        )
-        self._wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            use_cuda_graph=True,
-            qo_indptr_buf=numbers(call.batch + 1),
-            paged_kv_indptr_buf=self._buffers.indptr,
-            paged_kv_indices_buf=self._buffers.indices,
-            paged_kv_last_page_len_buf=self._buffers.last_page_len,
-            backend="fa2",
-        )
-        self._wrapper.reset_workspace_buffer(workspace, numbers(_PLAN_BYTES // 4).view(torch.uint8))
-
-    def plan(self, longest: int) -> None:
-        """Divide the work of requests of up to `longest` keys, unless it is divided for about that."""
-        import torch
-
-        call, shape = self._call, self._call.shape
-        bound = min(rounded_bound(longest), call.max_pages * shape.page_size)
-        if bound == self.bound:
-            return
-        if self._device.type == "cuda":
-            # The copy of the last plan may still read its page-locked memory.
-            torch.cuda.current_stream(self._device).synchronize()
-        each = torch.arange(call.batch + 1, dtype=torch.int32)
-        self._wrapper.plan(
-            each * shape.num_nodes,
-            each * -(-bound // shape.page_size),
-            torch.empty(0, dtype=torch.int32),
-            torch.full((call.batch,), (bound - 1) % shape.page_size + 1, dtype=torch.int32),
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.page_size,
-            causal=call.causal,
-            sm_scale=call.scale,
-            window_left=-1 if call.window is None else call.window - 1,
-            logits_soft_cap=call.soft_cap,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.kv_dtype,
-            uniform_q_len=shape.num_nodes,
-        )
-        self.bound, self._filled = bound, None
-
-    def run(self, plan: FlashInferPlan, q: Tensor, kv: Tensor, with_lse: bool) -> Any:
-        """FlashInfer's result over q [B * N, H, D], after its buffers are filled for `plan`."""
-        import torch
-
-        if self._filled is not plan:
-            for buffer, values in zip(self._buffers, plan.pages, strict=True):
-                buffer.copy_(values)
-            self._filled = plan
-        return self._wrapper.run(q, (kv[0], kv[1]), out=torch.empty_like(q), return_lse=with_lse)
+    masked: bool
+    rows: Tensor | None
+    """Flat indices of the rows of a [B * N] query that take part; None: all."""
+    arguments: dict[str, Any] | None
 
 
-class FlashInferBackend(packages.PackageBackend):
-    """See `Backend`."""
+class FlashInferBackend(Backend):
+    """See `Backend`. Its planner reads lengths back, so no step of it is captured."""
 
     name = "flashinfer"
-    captures_prompts = True
+    capturable = False
 
     @dataclass
     class Config:
         name: str = "flashinfer"
+        kernel: str = "auto"
+        """FlashInfer's own backend for calls without a tree: `auto`, `fa2` or `fa3`."""
         workspace_mb: int = 128
 
         def __post_init__(self) -> None:
+            expect_choice("backend.kernel", self.kernel, KERNELS)
             expect_at_least("backend.workspace_mb", self.workspace_mb, 1)
+
+        @property
+        def capturable(self) -> bool:
+            return False
 
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         if deterministic:
@@ -163,8 +74,8 @@ class FlashInferBackend(packages.PackageBackend):
             raise BackendError(f"backend=flashinfer: {reason}; use backend=fa4 or backend=torch")
         self.served: dict[str, str] = {}
         self._config, self._impl = config, impl
-        self._workspace: Tensor | None = None
-        self._planned: dict[Call, Planned] = {}
+        self._wrappers: dict[bool, Any] = {}
+        self._active: dict[bool, FlashInferPlan] = {}
 
     @staticmethod
     def unavailable() -> str | None:
@@ -177,49 +88,139 @@ class FlashInferBackend(packages.PackageBackend):
         chip = packages.capability(device)
         if chip is None or chip < (8, 0):
             return f"it needs compute capability 8.0 or newer, {device} has {chip}"
-        if reason := packages.half_precision_only(shape) or packages.tree_window(mode, window):
+        if reason := packages.half_precision_only(shape):
             return reason
         if shape.head_dim not in _HEAD_DIMS:
             return f"it takes head dimensions {', '.join(map(str, _HEAD_DIMS))}, got {shape.head_dim}"
         return None
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> FlashInferPlan:
+        """Reads lengths back. A request longer than its pages or `max_length` raises ValueError."""
         import torch
 
         if reason := self.refuse(shape, metadata.mode, metadata.window, metadata.lengths.device, phase):
             raise BackendError(f"flashinfer: {reason}")
         self.served[phase] = self.name
-        num_nodes, chain, keys = shape.num_nodes, metadata.mode == "chain", metadata.lengths
-        if metadata.mode != "tree":
-            # A causal call is aligned at the end, so rows that are not in use have keys too, and are masked later.
-            keys = keys + (num_nodes if chain else metadata.used_slots(num_nodes))
-        spare_pages = -(-num_nodes // shape.page_size)
-        table = torch.nn.functional.pad(metadata.page_table.clamp(min=0), (0, spare_pages))
-        scale = shape.head_dim**-0.5 if metadata.scale is None else metadata.scale
-        call = Call(table.shape[0], table.shape[1], shape, chain, metadata.window, metadata.soft_cap, scale)
-        planned = self._of_call(call, table.device)
-        if not packages.capturing():
-            planned.plan(table.shape[1] * shape.page_size if metadata.max_length is None else metadata.max_length)
-        pages = kernels.flashinfer_indices(table, keys, shape.page_size, impl=self._impl)
-        return FlashInferPlan(metadata, packages.draft_part(metadata, shape, self._impl), planned, pages)
+        used, drafted = metadata.used_rows(shape.num_nodes), metadata.used_slots(shape.num_nodes)
+        lengths_host, used_host, drafted_host = torch.stack([metadata.lengths, used, drafted]).tolist()
+        keys_host = [length + draft for length, draft in zip(lengths_host, drafted_host, strict=True)]
+        live = [row for row, count in enumerate(used_host) if count]
+        _check_room(metadata, shape, [keys_host[row] for row in live])
+        arguments = None
+        if live:
+            chosen = torch.tensor(live, device=used.device)
+            keys = (metadata.lengths + drafted)[chosen]
+            arguments = self._arguments(metadata.of_requests(chosen), shape, used[chosen], keys)
+        planned = FlashInferPlan(metadata.mode == "tree", _rows(used_host, shape.num_nodes, used.device), arguments)
+        if live:
+            self._activate(planned)
+        return planned
 
-    def plan_replay(self, longest: int) -> None:
-        for planned in self._planned.values():
-            planned.plan(longest)
-
-    def attend(self, plan: FlashInferPlan, q: Tensor, kv: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-        found = plan.planned.run(plan, q.flatten(0, 1), kv, with_lse)
-        if not with_lse:
-            return found.view(q.shape), None
-        return found[0].view(q.shape), found[1].view(q.shape[:3]) * _LN_2
-
-    def _of_call(self, call: Call, device: torch.device) -> Planned:
+    def run_with_lse(
+        self, plan: FlashInferPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`run`, and lse [B, N, H] float32, natural logarithm, sinks included; -inf for rows past `q_lens`."""
         import torch
 
-        if call not in self._planned:
-            if packages.capturing():
-                raise BackendError("flashinfer: a call was captured that no warm-up had made")
-            if self._workspace is None:
-                self._workspace = torch.empty(self._config.workspace_mb << 20, dtype=torch.uint8, device=device)
-            self._planned[call] = Planned(call, self._workspace)
-        return self._planned[call]
+        from algorithms.attention.backends.states import add_sinks
+
+        flat = q.flatten(0, 1)
+        out = torch.zeros_like(flat)
+        lse = flat.new_full(flat.shape[:2], float("-inf"), dtype=torch.float32)
+        if plan.arguments is not None:
+            queries = flat if plan.rows is None else flat[plan.rows]
+            part, base_2 = self._activate(plan).run(queries, (kv[0], kv[1]), return_lse=True)
+            part_lse = base_2 * _LN_2
+            if sinks is not None:
+                part, part_lse = add_sinks(part, part_lse, sinks)
+            if plan.rows is None:
+                out, lse = part, part_lse
+            else:
+                out[plan.rows], lse[plan.rows] = part, part_lse
+        return out.view(q.shape), lse.view(q.shape[:3])
+
+    def run(
+        self,
+        plan: FlashInferPlan,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        result = self.run_with_lse(plan, q, kv, sinks)[0]
+        return result if out is None else out.copy_(result)
+
+    def _arguments(
+        self, metadata: AttentionMetadata, shape: AttentionShape, used: Tensor, keys: Tensor
+    ) -> dict[str, Any]:
+        """Input of FlashInfer's plan; every request has rows."""
+        import torch
+
+        pages = kernels.flashinfer_indices(metadata.page_table, keys, shape.page_size, impl=self._impl)
+        masked = metadata.mode == "tree"
+        return dict(
+            qo_indptr=torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0)),
+            paged_kv_indptr=pages.indptr,
+            paged_kv_indices=pages.indices,
+            paged_kv_last_page_len=pages.last_page_len,
+            num_qo_heads=shape.heads,
+            num_kv_heads=shape.kv_heads,
+            head_dim_qk=shape.head_dim,
+            page_size=shape.page_size,
+            custom_mask=_mask(metadata, shape.num_nodes, used, keys) if masked else None,
+            causal=metadata.mode == "chain",
+            sm_scale=shape.head_dim**-0.5 if metadata.scale is None else metadata.scale,
+            window_left=-1 if masked or metadata.window is None else metadata.window - 1,
+            logits_soft_cap=metadata.soft_cap,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.kv_dtype,
+        )
+
+    def _activate(self, plan: FlashInferPlan) -> Any:
+        """FlashInfer's object with this plan in it; one for masked calls and one for the others, because an object
+        keeps the kernel that its first plan chose."""
+        import torch
+
+        assert plan.arguments is not None
+        if plan.masked not in self._wrappers:
+            device = plan.arguments["qo_indptr"].device
+            workspace = torch.empty(self._config.workspace_mb << 20, dtype=torch.uint8, device=device)
+            kind = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+            kernel = "fa2" if plan.masked else self._config.kernel
+            self._wrappers[plan.masked] = kind(workspace, "NHD", backend=kernel)
+        wrapper = self._wrappers[plan.masked]
+        if self._active.get(plan.masked) is not plan:
+            wrapper.plan(**plan.arguments)
+            self._active[plan.masked] = plan
+        return wrapper
+
+
+def _check_room(metadata: AttentionMetadata, shape: AttentionShape, keys: list[int]) -> None:
+    """FlashInfer aligns rows at the last key, so a request cannot be split as `paged_attention` splits it."""
+    capacity = metadata.page_table.shape[1] * shape.page_size
+    room = min(metadata.max_length or capacity, capacity)
+    if keys and max(keys) > room:
+        raise ValueError(f"lengths: expected at most {room} keys per request, draft included, got {max(keys)}")
+
+
+def _rows(used: list[int], num_nodes: int, device: torch.device) -> Tensor | None:
+    """Flat indices of the rows in use, None if that is all of them."""
+    import torch
+
+    if all(count == num_nodes for count in used):
+        return None
+    places = [row * num_nodes + node for row, count in enumerate(used) for node in range(count)]
+    return torch.tensor(places, dtype=torch.int64, device=device)
+
+
+def _mask(metadata: AttentionMetadata, num_nodes: int, used: Tensor, keys: Tensor) -> Tensor:
+    """Flat booleans, request by request its q_len x kv_len visibility in row-major order."""
+    import torch
+
+    from specdec_kernels.attention import visible_keys
+
+    width = int(keys.max())
+    row, key = torch.arange(num_nodes, device=keys.device), torch.arange(width, device=keys.device)
+    inside = (row < used[:, None])[:, :, None] & (key < keys[:, None])[:, None]
+    return visible_keys(metadata, num_nodes, width)[inside]

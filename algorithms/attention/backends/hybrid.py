@@ -72,12 +72,18 @@ class HybridBackend:
             """`prefill` or `decode`."""
             return {"prefill": "prefill", "decode": "decode", "verify": self.verify, "draft": self.draft}[phase]
 
+        @property
+        def capturable(self) -> bool:
+            """Prompts need not be captured."""
+            named = {getattr(self, self.side_of(phase)) for phase in ("decode", "verify", "draft")}
+            return all(getattr(self, name).capturable for name in named)
+
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         kinds = {name: SINGLE[name] for name in (config.prefill, config.decode)}
         built: dict[str, Backend] = {
             name: kind(getattr(config, name), impl, deterministic) for name, kind in kinds.items()
         }
-        self.deterministic = deterministic
+        self.capturable, self.deterministic = config.capturable, deterministic
         self._config = config
         self._sides = {side: built[getattr(config, side)] for side in SIDES}
         self.captures_prompts = self._sides["prefill"].captures_prompts
@@ -102,10 +108,6 @@ class HybridBackend:
         side = self._sides[self._config.side_of(phase)]
         planned = side.plan_levels(levels, shape, phase)
         return None if planned is None else [HybridPlan(side, each) for each in planned]
-
-    def plan_replay(self, longest: int) -> None:
-        for side in dict.fromkeys(self._sides.values()):
-            side.plan_replay(longest)
 
     def run(
         self,

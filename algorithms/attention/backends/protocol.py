@@ -36,13 +36,14 @@ class BackendError(ValueError):
 class Backend(Protocol):
     """Computes attention of new tokens over [committed prefix; new tokens], whose KV is already stored.
 
-    `plan` and `run` read nothing back, so they can be captured in a CUDA graph after a warm-up has called them. A class
-    has a `Config` dataclass and is built as `cls(config, impl, deterministic)`; the constructor raises `BackendError`
-    where the backend cannot run, or cannot be `deterministic`: give a row the same bits in every phase but `draft`,
-    regardless of the rest of the batch. An instance serves one stream of calls.
+    A class has a `Config` dataclass with the property `capturable` and is built as `cls(config, impl, deterministic)`;
+    the constructor raises `BackendError` where the backend cannot run, or cannot be `deterministic`: give a row the
+    same bits in every phase but `draft`, regardless of the rest of the batch. An instance serves one stream of calls.
     """
 
     name: str
+    capturable: bool
+    """Whether `plan` and `run` can be captured in a CUDA graph: they read nothing back."""
     captures_prompts: bool = False
     """Whether prompts are captured too."""
     deterministic: bool = False
@@ -64,11 +65,6 @@ class Backend(Protocol):
     def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> Sequence[Any] | None:
         """Plans of all `levels` at once, or None where a plan needs more than is known before the first of them: each
         is then planned on its own."""
-        return None
-
-    def plan_replay(self, longest: int) -> None:
-        """Called on the host before captured work runs again, over requests of up to `longest` keys, those of the work
-        included: do what graphs need and cannot do. Nothing, by default."""
         return None
 
     def run(

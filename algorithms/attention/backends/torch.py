@@ -34,11 +34,16 @@ class TorchBackend(Backend):
     """Dense gather and `F.scaled_dot_product_attention` with a boolean mask."""
 
     name = "torch"
+    capturable = True
     # `captures_prompts` is off: captured, every tile would gather keys up to the longest context.
 
     @dataclass
     class Config:
         name: str = "torch"
+
+        @property
+        def capturable(self) -> bool:
+            return True
 
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         """`impl` is for kernels; this backend has none."""

@@ -33,6 +33,7 @@ class TritonBackend(Backend):
     """Online softmax in base 2, packed GQA rows, split-KV; see `specdec_kernels.attention`."""
 
     name = "fa4"
+    capturable = True
     captures_prompts = True
 
     @dataclass
@@ -48,6 +49,10 @@ class TritonBackend(Backend):
         """Whether a persistent grid reads a tile schedule made on the device once per forward, which a captured
         graph with a wide `max_length` needs; None: on a GPU. The interpreter does without: there it is one more
         kernel."""
+
+        @property
+        def capturable(self) -> bool:
+            return True
 
         def __post_init__(self) -> None:
             expect_at_least("backend.split_tokens", self.split_tokens, 16, nullable=True)

@@ -114,13 +114,13 @@ def test_settings_of_a_side_are_typed_under_its_name() -> None:
         def built(*overrides: str) -> Any:
             return build_config(hydra.compose("config", overrides=["backend=hybrid", *overrides])).backend
 
-        config = built("backend.prefill=flashinfer", "backend.fa4.dispatch=auto", "backend.flashinfer.workspace_mb=64")
-        assert (config.fa4.dispatch, config.flashinfer.workspace_mb) == ("auto", 64)
+        config = built("backend.prefill=flashinfer", "backend.fa4.dispatch=auto", "backend.flashinfer.kernel=fa3")
+        assert (config.fa4.dispatch, config.flashinfer.kernel) == ("auto", "fa3")
         assert isinstance(config.fa4, backends()["fa4"].Config)
         with pytest.raises(UserError, match="dispatch: expected one of"):
             built("backend.fa4.dispatch=fa3")
         with pytest.raises(UserError, match="backend.flashinfer is set, and serves neither"):
-            built("backend.flashinfer.workspace_mb=64")
+            built("backend.flashinfer.kernel=fa3")
         with pytest.raises(UserError, match="backend.fa4.name: expected fa4, got 'torch'"):
             built("backend.fa4.name=torch")
 
@@ -191,20 +191,24 @@ def test_a_backend_that_cannot_run_here_is_refused_when_built(name: str, options
         build(name, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "captures"),
-    [
-        ("fa4", dict(dispatch="flash_attention_4"), True),
-        ("flashinfer", {}, True),
-        ("torch", {}, False),
-        ("hybrid", dict(prefill="flashinfer", decode="torch"), True),
-        ("hybrid", dict(prefill="torch", decode="fa4"), False),
-    ],
-)
-def test_prompts_are_captured_where_the_backend_takes_them_in_tiles(
-    standins: None, name: str, options: dict[str, str], captures: bool
-) -> None:
-    assert build(name, **options).captures_prompts == captures
+def test_graphs_need_a_backend_that_reads_nothing_back(standins: None) -> None:
+    kinds = backends()
+    mixed = kinds["fa4"].Config(dispatch="auto")
+    for config, steps, prompts in (
+        (kinds["fa4"].Config(), True, True),
+        (mixed, True, True),
+        (kinds["fa4"].Config(dispatch="flash_attention_4"), True, True),
+        (kinds["torch"].Config(), True, False),
+        (kinds["flashinfer"].Config(), False, False),
+        (kinds["hybrid"].Config(prefill="fa4", decode="torch"), True, True),
+        (kinds["hybrid"].Config(fa4=mixed, prefill="fa4", decode="torch"), True, True),
+        (kinds["hybrid"].Config(prefill="flashinfer", decode="fa4"), True, False),
+        (kinds["hybrid"].Config(prefill="flashinfer", decode="fa4", verify="prefill"), False, False),
+        (kinds["hybrid"].Config(prefill="fa4", decode="flashinfer"), False, True),
+    ):
+        built = kinds[config.name](config, "reference")
+        assert config.capturable == built.capturable == steps and built.captures_prompts == prompts
+    assert [name for name, kind in kinds.items() if kind.Config().capturable] == ["fa4", "hybrid", "torch"]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +220,7 @@ def test_prompts_are_captured_where_the_backend_takes_them_in_tiles(
         ("hybrid", dict(draft="torch"), "backend.draft: expected one of prefill, decode, got 'torch'"),
         ("fa4", dict(dispatch="fa3"), "backend.dispatch: expected one of triton, auto, flash_attention_4, got 'fa3'"),
         ("fa4", dict(split_tokens=8), "backend.split_tokens: expected at least 16 or null, got 8"),
+        ("flashinfer", dict(kernel="fa1"), "backend.kernel: expected one of auto, fa2, fa3, got 'fa1'"),
         ("flashinfer", dict(workspace_mb=0), "backend.workspace_mb: expected at least 1, got 0"),
     ],
 )

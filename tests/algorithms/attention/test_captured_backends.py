@@ -1,7 +1,7 @@
-"""Every backend inside captured steps, with stand-ins of the packages and of CUDA graphs.
+"""Backends inside captured steps, with stand-ins of the packages and of CUDA graphs.
 
-A tape replays operations on tensors and no code of the host. So a backend that reads lengths back, keeps a length of
-the capture, or plans inside of a graph fails here as it would on a GPU.
+A tape replays operations on tensors and no code of the host. So a backend that reads lengths back, or keeps a length of
+the capture, fails here as it would on a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from algorithms.attention.backends.flashinfer import Planned
 from tests.algorithms import fake_packages, tape, toy
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, load_random_drafters
 from tests.algorithms.toy import Setup, answers, requests, run
@@ -20,10 +19,9 @@ PACKAGE = dict(dispatch="flash_attention_4")
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "triton": ("fa4", {}),
     "package": ("fa4", PACKAGE),
-    "flashinfer": ("flashinfer", {}),
     "torch": ("torch", {}),
 }
-NAMES = ("fa4", "flashinfer", "torch")
+NAMES = ("fa4", "torch")
 PAIRS = {
     f"{prefill}+{decode}": ("hybrid", dict(prefill=prefill, decode=decode))
     for prefill, decode in product(NAMES, NAMES)
@@ -40,13 +38,12 @@ def standins(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_packages.install(monkeypatch)
     fake_packages.take_float32(monkeypatch)
     tape.install(monkeypatch)
-    monkeypatch.setattr("algorithms.attention.backends.flashinfer._SHORTEST_BOUND", 8)
 
 
-def check(monkeypatch: pytest.MonkeyPatch, maker: str, name: str, options: dict[str, Any], **how: Any) -> None:
+def check(monkeypatch: pytest.MonkeyPatch, maker: str, name: str, options: dict[str, Any]) -> None:
     expected = answers(ASKED, Setup(), TARGET)
     monkeypatch.setitem(toy.BACKEND_OPTIONS, name, options)
-    setup = Setup(backend=name, graph="step", page_size=4, max_batch=2, prefill_chunk=16, **how)
+    setup = Setup(backend=name, graph="step", page_size=4, max_batch=2, prefill_chunk=16)
     generation = run(ALL_MAKERS[maker](), ASKED, setup, TARGET)
     assert [c.token_ids for c in generation.completions] == expected
     assert generation.graphs.level == "step" and generation.graphs.num_graphs >= 2
@@ -61,18 +58,3 @@ def test_captured_steps_are_lossless(monkeypatch: pytest.MonkeyPatch, maker: str
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_pair_is_captured(monkeypatch: pytest.MonkeyPatch, pair: str) -> None:
     check(monkeypatch, "standalone_tree", *PAIRS[pair])
-
-
-@pytest.mark.parametrize("mixed", [True, False])
-def test_flashinfer_follows_the_lengths_between_replays(monkeypatch: pytest.MonkeyPatch, mixed: bool) -> None:
-    """Its stand-in refuses to reach keys that were not planned for, so the bound of each step is right, too."""
-    bounds: set[int] = set()
-    plan = Planned.plan
-
-    def noted(planned: Planned, longest: int) -> None:
-        plan(planned, longest)
-        bounds.add(planned.bound)
-
-    monkeypatch.setattr(Planned, "plan", noted)
-    check(monkeypatch, "standalone_chain", *SINGLE["flashinfer"], mixed_prefill=mixed)
-    assert len(bounds) > 3

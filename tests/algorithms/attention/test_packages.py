@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from algorithms.attention.backends.flash_attention_4 import FlashAttention4
-from algorithms.attention.backends.flashinfer import FlashInferBackend, rounded_bound
+from algorithms.attention.backends.flashinfer import FlashInferBackend
 from algorithms.attention.backends.protocol import BackendError
 from algorithms.attention.backends.states import add_sinks, merge_states
 from specdec_kernels.attention import AttentionShape, paged_attention_with_lse, visible_keys
@@ -135,6 +135,21 @@ def test_window_soft_cap_and_sinks(place: Maker, kind: Any, mode: str, window: i
     agree(through(built(kind, place), call), dense(arguments, visible_keys(call["metadata"], 6, 36), 2.0, sinks))
 
 
+def test_flashinfer_window_over_a_tree_goes_by_depth(standins: None) -> None:
+    """Two branches of three: slots 1 and 2 stand at one position, so slot 4 at depth 2 is 2 away from both."""
+    arguments = inputs("tree", 5, (7,), page_size=4)
+    depths = torch.tensor([[0, 1, 1, 2, 2]], dtype=torch.int32)
+    words = torch.tensor([[0b00001, 0b00011, 0b00101, 0b01011, 0b10101]])
+    call = changed(arguments, mask=words[..., None].contiguous(), window=2, depths=depths)
+    distance = torch.tensor(
+        # positions 0 … 6 of the prefix, then depths of the slots
+        [[7 + own - key for key in [*range(7), 7, 8, 8, 9, 9]] for own in (0, 1, 1, 2, 2)]
+    )
+    ancestors = torch.tensor([[bool(int(words[0, row]) >> slot & 1) for slot in range(5)] for row in range(5)])
+    seen = torch.cat([torch.ones(5, 7, dtype=torch.bool), ancestors], 1) & (distance < 2)
+    agree(through(build(FlashInferBackend), call), dense(arguments, seen[None], None, None))
+
+
 @pytest.mark.parametrize("rows", [2, 5])
 def test_flashinfer_rows_anywhere_in_a_tree(standins: None, rows: int) -> None:
     """A drafter's level: its rows are the last slots of a tree of five that the mask describes."""
@@ -146,36 +161,16 @@ def test_flashinfer_rows_anywhere_in_a_tree(standins: None, rows: int) -> None:
 
 
 def test_flashinfer_plans_interleave(standins: None) -> None:
-    """A plan outlives later plans of the same object, which calls of one kind share."""
+    """A plan that another overwrote is made again; masked and unmasked calls do not share an object."""
     chain, tree = inputs("chain", 3, (12,)), inputs("tree", 4, (9,))
     backend, shorter = build(FlashInferBackend), changed(chain, lengths=chain["metadata"].lengths - 2)
-    planned = [(arguments, plan(backend, arguments)) for arguments in (chain, tree, shorter)]
-    for arguments, made in (*planned, *planned):
-        agree(backend.run_with_lse(made, arguments["q"], arguments["kv"]), expected(arguments))
-    assert len(fake_packages.FakePrefillWrapper.made) == 2
-
-
-@pytest.mark.parametrize(
-    ("length", "bound"), [(0, 512), (512, 512), (513, 640), (640, 640), (641, 768), (1024, 1024), (40_000, 40_960)]
-)
-def test_a_rounded_bound_holds_and_is_seldom_another(length: int, bound: int) -> None:
-    assert rounded_bound(length) == bound
-
-
-def test_flashinfer_plans_again_for_another_bound_alone(standins: None) -> None:
-    arguments = inputs("chain", 2, (1100, 30))
-    arguments = changed(arguments, lengths=arguments["metadata"].lengths.clamp(max=700))
-    backend = build(FlashInferBackend)
-    shape = AttentionShape.of(arguments["q"], arguments["kv"])
-    made = backend.plan(arguments["metadata"]._replace(max_length=702), shape, "verify")
-    (wrapper,) = fake_packages.FakePrefillWrapper.made
-    for longest, plans in ((760, 1), (1000, 2), (1024, 2), (702, 3)):
-        backend.plan_replay(longest)
-        assert wrapper.plans == plans
-        agree(backend.run_with_lse(made, arguments["q"], arguments["kv"]), expected(arguments))
-    backend.plan_replay(600)
-    with pytest.raises(AssertionError, match="planned for 640 keys, got 702"):
-        backend.run(made, arguments["q"], arguments["kv"])
+    first, second, third = (plan(backend, arguments) for arguments in (chain, tree, shorter))
+    for arguments, planned in ((chain, first), (tree, second), (chain, first)):
+        agree(backend.run_with_lse(planned, arguments["q"], arguments["kv"]), expected(arguments))
+    unmasked, masked = fake_packages.FakePrefillWrapper.made
+    assert (unmasked.backend, masked.backend) == ("fa3", "fa2")
+    assert (unmasked.plans, masked.plans) == (3, 1)
+    assert third is not first
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,7 +204,7 @@ REFUSED = {
     "fp8": (KINDS, dict(kv_dtype=torch.float8_e4m3fn), None, "dtype of the queries"),
     "head_dim_96": ((FlashInferBackend,), dict(head_dim=96), None, "head dimensions 64, 128, 256, got 96"),
     "head_dim_320": ((FlashAttention4,), dict(head_dim=320), None, "up to 256 as head dimension, got 320"),
-    "tree_window": (KINDS, {}, 64, "by depth"),
+    "tree_window": ((FlashAttention4,), {}, 64, "by depth"),
 }
 
 

@@ -160,5 +160,5 @@ def test_torch_operations_are_refused() -> None:
     backend, settings = engine.parts.resources.backend, RuntimeSettings(deterministic=True)
     for fused in (False, True):
         with pytest.raises(EngineError, match=f"expected fused kernels and a backend built for it, got fused={fused}"):
-            check_backend(backend, target, engine.parts.algorithm, settings, fused)
+            check_backend(backend, target, engine.parts.algorithm, settings, "none", fused)
     assert resolve_hardware(RuntimeSettings(device="cpu", deterministic=True)).forward == "fused"
