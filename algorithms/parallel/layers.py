@@ -149,10 +149,11 @@ def _shard_experts(experts: ExpertTensors | PackedExpertTensors, width: int, ran
     else:
         experts.gate_up_proj = _parameter(_gate_up_rows(experts.gate_up_proj, columns))
         experts.down_proj = _parameter(experts.down_proj[..., columns])
-    if experts.weights.gate_up_bias is not None:
-        experts.gate_up_proj_bias = _parameter(_gate_up_rows(experts.gate_up_proj_bias, columns))
+    gate_up_bias, down_bias = experts.weights[2:]
+    if gate_up_bias is not None and down_bias is not None:
+        experts.gate_up_proj_bias = _parameter(_gate_up_rows(gate_up_bias, columns))
         if rank:  # it is added once
-            experts.down_proj_bias = _parameter(torch.zeros_like(experts.down_proj_bias))
+            experts.down_proj_bias = _parameter(torch.zeros_like(down_bias))
 
 
 def _packed_columns(experts: PackedExpertTensors, columns: slice) -> tuple[Mxfp4, Mxfp4]:

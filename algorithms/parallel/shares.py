@@ -61,7 +61,7 @@ def _mlp(sizes: ExpertsConfig | None, world_size: int) -> ExpertsConfig | None:
     return replace(sizes, width=width, gated_shared=gated_shared)
 
 
-def _divided(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+def _divided(sizes: Mapping[str, int], world_size: int) -> dict[str, Any]:
     for name, size in sizes.items():
         if size % world_size:
             raise ValueError(
