@@ -17,8 +17,9 @@ from algorithms.attention.cache import KVScales, load_kv_scales
 from algorithms.models.folder import is_absent, resolve_folder
 from algorithms.models.loading import Target, TargetFolder, read_target
 from algorithms.models.loading.stored import stored_tensors
-from algorithms.models.loading.target import check_shareable, check_weight_dtype
+from algorithms.models.loading.target import check_weight_dtype
 from algorithms.models.tokenizer import Tokenizer
+from algorithms.parallel.shares import check_shareable
 from algorithms.parallel.tensor_parallel import own_share
 from algorithms.registry import available
 from experiments.app.distributed import join, load_shared

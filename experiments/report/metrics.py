@@ -156,8 +156,10 @@ class Times(TypedDict):
     experts: Annotated[
         dict[str, float] | None,
         Metric(
-            "Of a target with experts: those of a layer that a step touches, rows of a step, and their ratio, in the "
-            "first round."
+            "Of a target with experts: those of a layer that a step touches, of how many, rows of a step, and touched "
+            "experts for each row, in the first round.",
+            "experts/step",
+            show=lambda result: joined(result, "experts/touched_per_step", "experts/num_experts", digits=0, by="/"),
         ),
     ]
     ttft_ms: Annotated[
@@ -314,7 +316,7 @@ GENERATE = columns(
 )  # fmt: skip
 COMPARE = columns(
     MethodResult, "data", "method", "speedup_decode", "prediction/predicted", "tokens_per_step", "acceptance_at",
-    "acceptance_rate", "step_ms/mean", "lossless", *_OUTPUTS, wide=_WIDE,
+    "acceptance_rate", "step_ms/mean", "experts", "lossless", *_OUTPUTS, wide=_WIDE,
 )  # fmt: skip
 THROUGHPUT = columns(
     ThroughputResult, "concurrency", "method", "wall_tokens_per_s", "speedup_wall", "ttft_ms", "inter_token_ms",

@@ -125,10 +125,15 @@ class WholeWords(RichTable):
         return super().__rich_console__(console, options.update(max_width=max(options.max_width, needed)))
 
 
+def with_values(columns: Sequence[Column], results: Sequence[Result]) -> list[Column]:
+    """The columns in which a result has a value; all of them where there are no results."""
+    return [column for column in columns if not results or any(column.show(each) != DASH for each in results)]
+
+
 def console_table(title: str, columns: Sequence[Column], results: Sequence[Result]) -> RichTable:
     """The table for a terminal."""
     table = WholeWords(title=Text(title))
-    columns = [column for column in columns if column.narrow]
+    columns = [column for column in with_values(columns, results) if column.narrow]
     for column in columns:
         side: JustifyMethod = "right" if column.numeric else "left"
         # A heading is as wide as its cells, or as its longest word.
@@ -145,6 +150,7 @@ def console_table(title: str, columns: Sequence[Column], results: Sequence[Resul
 
 def markdown(columns: Sequence[Column], results: Sequence[Result]) -> str:
     """The table in Markdown."""
+    columns = with_values(columns, results)
     head = [column.title for column in columns]
     rule = ["---:" if column.numeric else "---" for column in columns]
     lines = [head, rule, *([column.show(result) for column in columns] for result in results)]
@@ -152,8 +158,8 @@ def markdown(columns: Sequence[Column], results: Sequence[Result]) -> str:
 
 
 def html_table(columns: Sequence[Column], results: Sequence[Result]) -> str:
-    """The table in HTML, without the columns in which no result has a value."""
-    columns = [column for column in columns if not results or any(column.show(each) != DASH for each in results)]
+    """The table in HTML."""
+    columns = with_values(columns, results)
 
     def cell(tag: str, column: Column, content: str, tone: str | None = None) -> str:
         classes = " ".join(filter(None, ["" if column.numeric else "text", tone]))

@@ -27,6 +27,12 @@ to one, so any choice gives the small family's function, and the router is free 
 - `popular`: the same with a random preference for each expert of a layer, from the constant channel.
 - `stream`: the router multiplies the small family's residual stream, in which neighbours resemble each other.
 
+How much a token's code has in common with that of its predecessor cannot be set. A code is a token's own, whatever it
+follows, so what two codes share they share in every text: shared by all tokens, it makes some experts popular; shared
+by tokens that often follow each other, it depends on the text. A mean over earlier codes, which attention could write,
+has another mean square in every text, and the norms would change the small family's function. `stream` is the choice
+that depends on the text before a token.
+
 A code has one mean square for all tokens, which comes out of eps as the constant's does. Folders hold one expert of a
 layer (`same_experts` in `config.json`); loading copies it.
 """

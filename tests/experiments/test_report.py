@@ -16,7 +16,7 @@ from rich.console import Console
 from experiments.report.console import bar_chart, printable
 from experiments.report.html_page import position_counts, render
 from experiments.report.plots import LABEL, VALUE, WIDTH, Series, bars, chart, phase_bars
-from experiments.report.tables import console_table
+from experiments.report.tables import console_table, html_table, markdown
 from experiments.sweep.figures import IN_ALL, PER_REQUEST, fronts
 from experiments.sweep.frame import pareto
 from experiments.tasks.compare import Compare
@@ -205,3 +205,13 @@ def test_each_prompt_set_has_a_front_of_its_own() -> None:
     for svg, jobs in zip(drawn.values(), (3, 2), strict=True):
         (front,) = re.findall(r'<polyline points="([^"]*)"', svg)
         assert svg.count("<circle") == jobs and len(front.split()) == 2 and ">Pareto front</text>" in svg
+
+
+def test_touched_experts_are_a_column_where_a_target_has_any() -> None:
+    touched = {"num_experts": 128.0, "touched_per_step": 70.4, "rows_per_step": 8.0, "touched_per_row": 8.8}
+    rows = [METHOD | {"experts": touched}, BASELINE | {"experts": None}]
+    for found, shown in ((rows, True), ([row | {"experts": None} for row in rows], False)):
+        console = Console(file=io.StringIO(), width=200)
+        console.print(console_table("", Compare.columns, found))
+        for text in (console.file.getvalue(), markdown(Compare.columns, found), html_table(Compare.columns, found)):
+            assert ("experts/step" in text) == ("70/128" in text) == shown

@@ -179,7 +179,7 @@ class DeepSeekRule:
 
 
 MXFP4 = "mxfp4"
-_MXFP4_GROUP = 32  # columns with one scale
+MXFP4_GROUP = 32  # columns with one scale
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,8 @@ class GptOssRule:
         if kept := [name for name in quantization.get("modules_to_not_convert") or () if "experts" in name]:
             raise ValueError(f"modules_to_not_convert: expected all experts in {MXFP4}, got {kept} without")
         sizes = {key: config.get(key, 0) for key in ("hidden_size", "intermediate_size")}
-        if any(size % _MXFP4_GROUP for size in sizes.values()):
-            raise ValueError(f"hidden_size, intermediate_size: expected multiples of {_MXFP4_GROUP}, got {sizes}")
+        if any(size % MXFP4_GROUP for size in sizes.values()):
+            raise ValueError(f"hidden_size, intermediate_size: expected multiples of {MXFP4_GROUP}, got {sizes}")
         return True
 
     def write(self, layers: tuple[ExpertsConfig | None, ...]) -> dict[str, Any]:

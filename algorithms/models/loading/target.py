@@ -232,17 +232,6 @@ def read_weight_format(folder: Path, raw: Mapping[str, Any]) -> WeightFormat | N
         ) from error
 
 
-def check_shareable(found: TargetFolder, processes: int) -> None:
-    """ModelError where the weights cannot be divided among `processes`."""
-    if processes > 1 and found.weight_format is not None:
-        raise ModelError(
-            f"runtime.tensor_parallel={processes}: the scales of float8 weights are not divided among processes",
-            where=found.path / CONFIG_FILE,
-            expected="weights that are not quantised",
-            fix="use runtime.tensor_parallel=1, or the unquantised checkpoint",
-        )
-
-
 def check_weight_dtype(found: TargetFolder, weight_dtype: str) -> None:
     """ModelError where the target has layers whose weights cannot be float8, and they are stored so or shall become
     so."""

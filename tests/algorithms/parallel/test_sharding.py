@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from algorithms.models.decoder import Decoder
-from algorithms.parallel import sharding
-from algorithms.parallel.sharding import RowParallelLinear, VocabParallelHead, shard
+from algorithms.parallel import layers
+from algorithms.parallel.layers import RowParallelLinear
+from algorithms.parallel.sharding import VocabParallelHead, shard
 from tests.algorithms.toy import CONFIG, randomise
 
 OPTIONS: dict[str, Any] = dict(qkv_bias=True, o_bias=True, mlp_bias=True, sinks=True, architecture="specdec")
@@ -19,7 +20,7 @@ OPTIONS: dict[str, Any] = dict(qkv_bias=True, o_bias=True, mlp_bias=True, sinks=
 def recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     """The calls of a function of the module."""
     calls: list[Any] = []
-    monkeypatch.setattr(sharding, name, lambda *given, **how: calls.append((given, how)) or name)
+    monkeypatch.setattr(layers, name, lambda *given, **how: calls.append((given, how)) or name)
     return calls
 
 
@@ -27,10 +28,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
 def test_few_rows_are_exchanged_in_the_projection(monkeypatch: pytest.MonkeyPatch, biased: bool) -> None:
     """A projection with a bias, which one rank alone may add, is summed and then normed."""
     exchange = object()
-    monkeypatch.setattr(sharding, "exchange_of", lambda rows, width=None: exchange)
+    monkeypatch.setattr(layers, "exchange_of", lambda rows, width=None: exchange)
     fused, alone = (recorded(monkeypatch, name) for name in ("linear_all_reduce_add_rms_norm", "add_rms_norm"))
-    monkeypatch.setattr(sharding, "linear", lambda x, weight, **how: ("product", x, weight, how))
-    monkeypatch.setattr(sharding, "sum_in_order", lambda y: torch.full((4, 6), 7.0))
+    monkeypatch.setattr(layers, "linear", lambda x, weight, **how: ("product", x, weight, how))
+    monkeypatch.setattr(layers, "sum_in_order", lambda y: torch.full((4, 6), 7.0))
     part = RowParallelLinear(torch.nn.Linear(8, 6, bias=biased), slice(4, 8), slot=1)
     part.impl, part.batch_invariant = "triton", True
     x, residual, weight = torch.ones(4, 4), torch.zeros(4, 6), torch.full((6,), 2.0)

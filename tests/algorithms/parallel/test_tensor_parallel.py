@@ -13,15 +13,17 @@ import torch.multiprocessing as mp
 from algorithms.algorithm import Algorithm, DraftTree
 from algorithms.eagle.drafting import Eagle3
 from algorithms.models.loading import Target
-from algorithms.parallel import sharding, tensor_parallel
+from algorithms.parallel import layers, tensor_parallel
 from algorithms.parallel.collectives import from_rank_0, join_columns, sum_in_order, sum_over_ranks
-from algorithms.parallel.sharding import RowParallelLinear, parallel_config, shard
+from algorithms.parallel.layers import RowParallelLinear
+from algorithms.parallel.sharding import shard
+from algorithms.parallel.shares import parallel_config
 from specdec_kernels import Exchange, build_chain, exchange_elements, linear_argmax
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import interpreting
 from specdec_kernels.projection.cases import argmax_inputs
 from tests.algorithms.drafters import eagle3_head, hinted
-from tests.algorithms.layer_kinds import target_of
+from tests.algorithms.layer_kinds import KINDS, target_of
 from tests.algorithms.toy import (
     CONFIG,
     Scripted,
@@ -36,7 +38,6 @@ from tests.algorithms.toy import (
 )
 
 WORLD = 2
-SHARDED_KINDS = ("latent",)
 ASKED = [changed(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=8)]
 
 
@@ -76,12 +77,21 @@ def _rank(rank: int, store: str, texts: list[list[int]], written: str) -> None:
     ):
         generation = run(algorithm, ASKED, setup, target)
         outputs.append([(c.token_ids, c.accepted_counts) for c in generation.completions])
-    for kind in SHARDED_KINDS:
+    torch.save(outputs, f"{written}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _rank_of_kinds(rank: int, store: str, texts: dict[str, list[list[int]]], written: str) -> None:
+    """Trees, so that a commit takes states and stored rows along the accepted path."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    outputs = {}
+    for kind in KINDS:
         whole = target_of(kind)
-        with torch.no_grad():
-            model = shard(whole.model, rank, WORLD)
-        done = run(autoregressive(whole), ASKED, Setup(max_batch=2), Target(model.config, whole.path, model))
-        outputs.append([(c.token_ids, c.accepted_counts) for c in done.completions])
+        model = shard(whole.model, rank, WORLD)
+        drafter = Scripted(texts[kind], 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True)
+        done = run(drafter, ASKED, Setup(max_batch=2), Target(model.config, whole.path, model))
+        outputs[kind] = [(c.token_ids, c.accepted_counts) for c in done.completions]
     torch.save(outputs, f"{written}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -92,12 +102,20 @@ def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
     mp.spawn(_rank, (str(tmp_path / "store"), texts, str(tmp_path)), nprocs=WORLD)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
     assert first == second
-    own, others = first[: -len(SHARDED_KINDS)], first[-len(SHARDED_KINDS) :]
-    for output in own:
+    for output in first:
         assert [tokens for tokens, _ in output] == expected
-    for kind, output in zip(SHARDED_KINDS, others, strict=True):
-        assert [tokens for tokens, _ in output] == answers(ASKED, Setup(max_batch=2), target_of(kind))
-    for output in own[1:-2]:
+    for output in first[1:-2]:
+        assert max(count for _, counts in output for count in counts) >= 2
+
+
+def test_two_ranks_share_every_kind_of_layer(tmp_path: Path) -> None:
+    expected = {kind: answers(ASKED, Setup(max_batch=2), target_of(kind)) for kind in KINDS}
+    texts = {kind: scripts(ASKED, written) for kind, written in expected.items()}
+    mp.spawn(_rank_of_kinds, (str(tmp_path / "store"), texts, str(tmp_path)), nprocs=WORLD)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
+    assert first == second
+    for kind, output in first.items():
+        assert [tokens for tokens, _ in output] == expected[kind], kind
         assert max(count for _, counts in output for count in counts) >= 2
 
 
@@ -106,7 +124,7 @@ def _sums_of_rows(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
     projection with the norm behind it, which may not exchange few rows in another way than many."""
     rows = torch.randn(70, 8, generator=torch.Generator().manual_seed(rank)).bfloat16()
     assert torch.equal(sum_in_order(rows), torch.cat([sum_in_order(row[None]) for row in rows]))
-    sharding.exchange_of = lambda _: None  # type: ignore[assignment]
+    layers.exchange_of = lambda _: None  # type: ignore[assignment]
     whole = torch.nn.Linear(16, 8, bias=False).requires_grad_(False)
     torch.nn.init.orthogonal_(whole.weight, generator=torch.Generator().manual_seed(5))
     projection = RowParallelLinear(whole, slice(8 * rank, 8 * rank + 8), slot=0)
@@ -186,7 +204,8 @@ def test_two_ranks_choose_the_tokens_of_one_together(tmp_path: Path) -> None:
 
 
 def test_heads_must_divide() -> None:
-    with pytest.raises(ValueError, match=r"runtime.tensor_parallel=3 does not divide the target's num_heads="):
+    said = "runtime.tensor_parallel=3 does not divide the target's num_heads: expected a multiple of 3, got 4"
+    with pytest.raises(ValueError, match=said):
         parallel_config(CONFIG, 3)
 
 
