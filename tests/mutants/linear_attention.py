@@ -63,10 +63,10 @@ MUTANTS = (
         "what a node sees decays by the gates before it in place of those behind it",
     ),
     _device(
-        "delta_neighbour_is_not_merged",
-        "for level in tl.static_range({{2 -> 1}})",
+        "delta_halves_are_not_merged",
+        "below = tl.where(second, below[None, :, None, :]{{ -> * 0.0}}, 0.0)",
         _case("tree_63"),
-        "the inverse of a large tree lacks the block of its second half",
+        "the inverse of a large tree lacks the block below its halves",
     ),
     _paths(
         "delta_texts_start_from_their_slot",
