@@ -25,6 +25,7 @@ class DeltaConfig:
 # The interpreter's time goes with programs, not lanes.
 CONFIGS = dict.fromkeys(CHIPS, DeltaConfig()) | {
     "sm80": DeltaConfig(part=16, chunk_part=16, chunk_warps=8),
+    "sm100": DeltaConfig(tree_values=16),
     "gfx942": DeltaConfig(precision="ieee"),
     "interpreter": DeltaConfig(
         input_rows=256, values=256, chunk_values=256, tree_values=256, tail_block=1 << 14, norm_rows=1024
