@@ -19,7 +19,6 @@ from specdec_kernels.linear_attention.types import LEAST_DECAY
 LEAST_LANES = 16
 """Of a tile that is multiplied."""
 _LEAST_DECAY = tl.constexpr(LEAST_DECAY)
-_BLOCK = tl.constexpr(16)
 
 
 @triton.jit
@@ -53,8 +52,11 @@ def matrices(
         alike += tl.dot(k, tl.trans(k), input_precision=PRECISION)
         queried += tl.dot(q, tl.trans(k), input_precision=PRECISION)
     logs = tl.where(sees, log[None, :], 0.0)
-    # The sum of what i sees and j does not: G_i - G_j would lose its digits behind a decay of almost zero.
-    gaps = tl.dot(logs, tl.trans(tl.where(sees, 0.0, 1.0)), input_precision=PRECISION)
+    # The sum of what i sees and j does not: G_i - G_j would lose its digits behind a decay of almost zero. Zeros and
+    # ones are exact in half precision, and logarithms are the sum of two halves.
+    hidden = tl.trans(tl.where(sees, 0.0, 1.0).to(tl.float16))
+    high = logs.to(tl.float16)
+    gaps = tl.dot((logs - high.to(tl.float32)).to(tl.float16), hidden, tl.dot(high, hidden))
     shares = tl.where(sees, tl.exp(gaps), 0.0)
     a = tl.where(i[:, None] > i[None, :], beta[:, None] * shares * alike, 0.0)
     return shares * queried, _inverse(a, SIZE, PRECISION)
@@ -62,26 +64,25 @@ def matrices(
 
 @triton.jit
 def _inverse(a, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 for a [SIZE, SIZE] below the diagonal, SIZE 32 or 64.
+    """(I + a)^-1 for a [SIZE, SIZE] below the diagonal.
 
-    Blocks on the diagonal are inverted row by row, all at once; then each two neighbours become one block. The powers
-    of a, whose sum the inverse is as well, grow where rows repeat their keys.
+    Both halves of the diagonal are inverted row by row, at the same time, and the block below them is -T1 a T0. The
+    powers of a, whose sum the inverse is as well, grow where rows repeat their keys.
     """
-    COUNT: tl.constexpr = SIZE // _BLOCK
-    i, block = tl.arange(0, _BLOCK), tl.arange(0, COUNT)
+    HALF: tl.constexpr = SIZE // 2
+    i, block = tl.arange(0, HALF), tl.arange(0, 2)
+    second = (block == 1)[:, None, None, None]
     diagonal = (block[:, None] == block[None, :])[:, None, :, None]
-    own = tl.sum(tl.where(diagonal, tl.reshape(a, (COUNT, _BLOCK, COUNT, _BLOCK)), 0.0), 2)
+    blocks = tl.reshape(a, (2, HALF, 2, HALF))
+    own = tl.sum(tl.where(diagonal, blocks, 0.0), 2)
+    below = tl.sum(tl.sum(tl.where(second & (diagonal == 0), blocks, 0.0), 2), 0)
     found = tl.where((i[:, None] == i[None, :])[None, :, :], 1.0, own * 0.0)
-    for row in tl.range(1, _BLOCK):
+    for row in tl.range(1, HALF):
         here = (i == row)[None, :, None]
         factors = tl.sum(tl.where(here, own, 0.0), 1)
         found -= tl.where(here, tl.sum(factors[:, :, None] * found, 1)[:, None, :], 0.0)
-    inverse = tl.reshape(tl.where(diagonal, found[:, :, None, :], 0.0), (SIZE, SIZE))
-    place = tl.arange(0, SIZE)
-    for level in tl.static_range(2):
-        if (_BLOCK << level) < SIZE:
-            mine, other = place[:, None] // (_BLOCK << level), place[None, :] // (_BLOCK << level)
-            between = tl.where((mine // 2 == other // 2) & (mine != other), a, 0.0)
-            right = tl.dot(between, inverse, input_precision=PRECISION)
-            inverse -= tl.dot(inverse, right, input_precision=PRECISION)
-    return inverse
+    last = (block == 1)[:, None, None]
+    right = tl.dot(below, tl.sum(tl.where(last, 0.0, found), 0), input_precision=PRECISION)
+    below = -tl.dot(tl.sum(tl.where(last, found, 0.0), 0), right, input_precision=PRECISION)
+    below = tl.where(second, below[None, :, None, :], 0.0)
+    return tl.reshape(tl.where(diagonal, found[:, :, None, :], below), (SIZE, SIZE))

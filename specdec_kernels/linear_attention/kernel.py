@@ -1,7 +1,7 @@
 """Gated delta rule as Triton kernels. The recurrence is one kernel for prompts, decoding, verification and commit: a
 program holds all of a head's keys for a few columns of the state in registers, takes them along one path, and keeps no
-state of a row. Verification of a tree repeats the ancestors of each leaf; the masked triangular form of the same sums
-(a solve over the ancestor bits) has other roundings, so the state after a commit would depend on how it was drafted.
+state of a row. A tree that runs by it repeats the ancestors of each leaf; `kernel_tree` solves trees at once, with
+other roundings of the outputs alone: the commit is this recurrence for both.
 """
 
 # mypy: ignore-errors

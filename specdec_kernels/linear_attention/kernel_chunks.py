@@ -151,13 +151,14 @@ def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) ->
     out = inputs.raw.new_zeros((rows, heads, dv))
     logs = torch.empty_like(inputs.decay)
     keys, values, shares = (mixed.new_empty((rows, heads, width)) for width in (dk, dv, CHUNK))
-    sizes = dict(H=key_heads(state), HV=heads, DK=dk, DV=dv, SIZE=CHUNK, PART=config.part)
+    sizes = dict(H=key_heads(state), HV=heads, DK=dk, DV=dv, SIZE=CHUNK)
     precision = "ieee" if inputs.raw.dtype == torch.float32 else config.precision
     launch(
         _chunk_kernel,
         (len(chunks.whole), heads),
         *(mixed, inputs.decay, inputs.beta, chunks.whole, logs, keys, values, shares),
         num_warps=config.chunk_warps,
+        PART=config.chunk_part,
         PRECISION=precision,
         **sizes,
     )
@@ -168,6 +169,7 @@ def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) ->
         *(mixed, logs, keys, values, shares, state.ssm, *chunks[:4], out),
         num_warps=4,
         num_stages=1,
+        PART=config.part,
         BLOCK_V=block,
         PRECISION=precision,
         **sizes,

@@ -102,7 +102,7 @@ def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState) -> Ten
         DK=dk,
         DV=dv,
         SIZE=max(_LEAST_ROWS, lanes(nodes)),
-        PART=config.part,
+        PART=config.tree_part,
         BLOCK_V=block,
         PRECISION="ieee" if inputs.raw.dtype == torch.float32 else config.precision,
     )

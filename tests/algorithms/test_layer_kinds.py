@@ -127,6 +127,25 @@ def test_prompts_by_the_recurrence(tile: int, deterministic: bool) -> None:
     assert (group.chunks is not None) == (tile % 64 == 0 and not deterministic)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "chain", "deterministic", "solved"),
+    [(64, False, False, True), (64, False, True, False), (65, False, False, False), (9, True, False, False)],
+)
+def test_which_trees_are_solved_at_once(nodes: int, chain: bool, deterministic: bool, solved: bool) -> None:
+    """Not chains, not trees of more nodes than a chunk has rows, and none with `deterministic`."""
+    resources: Any = SimpleNamespace(
+        max_batch=2, device="cpu", dtype=torch.float32, impl="reference", deterministic=deterministic
+    )
+    kept = memory.StateMemory(TARGETS["linear and attention"].config, LINEAR, resources)
+    slots = torch.tensor([1, 0])
+    parents = (torch.arange(nodes).int() - (1 if chain else 3)).clamp(min=-1).expand(2, nodes).contiguous()
+    links = kernels.build_tree(parents, torch.zeros_like(slots), impl="reference")
+    batch: Any = SimpleNamespace(slots=slots)
+    (group,) = kept.nodes(batch, links, chain, nodes).groups
+    assert isinstance(group.paths, kernels.Trees) == solved
+    assert group.links.parents.view(2, nodes)[1].tolist() == [p + nodes if p >= 0 else -1 for p in parents[1].tolist()]
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_slot_is_used_again(kind: str) -> None:
     """A request after others, in their slots and pages, writes what it writes alone."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
+from specdec_kernels.attention import mask_paths
 from specdec_kernels.cases import Maker
 from specdec_kernels.linear_attention import (
     CHUNK,
@@ -25,11 +26,14 @@ from specdec_kernels.linear_attention import (
     delta_rule,
     delta_rule_chunks,
     delta_rule_inputs,
+    delta_rule_tree,
     gated_rms_norm,
     prompt_paths,
+    tree_masks,
     tree_paths,
 )
-from specdec_kernels.linear_attention.cases import channels_of, chunks, inputs_of, make_state, make_weights, rule
+from specdec_kernels.linear_attention.cases import channels_of, chunks, inputs_of, make_state, make_weights, rule, tree
+from specdec_kernels.tree import tree_parents
 
 if torch.cuda.is_available():
     pytest.skip("these run on the CPU, where reference and interpreter can be compared", allow_module_level=True)
@@ -213,6 +217,31 @@ def test_rows_that_are_no_chunks_are_named() -> None:
     short = DeltaInputs(*(each[:60] for each in inputs["inputs"]))
     with pytest.raises(ValueError, match="inputs: expected a multiple of 64 rows, got 60"):
         delta_rule_chunks(short, inputs["chunks"], inputs["state"])
+
+
+@pytest.mark.parametrize("shape", ["random", "unused", "chain", "star"])
+def test_a_tree_at_once_is_its_paths(impl: str, shape: str) -> None:
+    """The links and outputs of a tree at once are those of its paths, one after another, and nothing is written."""
+    given = tree(Maker.seeded(), 4, 21, shape)
+    inputs, trees, state = given["inputs"], given["trees"], given["state"]
+    before = [each.clone() for each in state]
+    links, paths = tree_paths(trees.slots, mask_paths(trees.mask, 21, impl="reference"))
+    parents = tree_parents(trees.mask, impl="reference")
+    assert all(torch.equal(*pair) for pair in zip(links, tree_masks(trees.slots, parents, trees.mask)[0], strict=True))
+    found, expected = delta_rule_tree(**given, impl=impl), delta_rule(inputs, paths, state, impl=impl)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(*pair) for pair in zip(before, state, strict=True))
+
+
+def test_trees_that_cannot_be_solved_are_named() -> None:
+    given = tree(Maker.seeded(), 2, 5)
+    trees = given["trees"]
+    with pytest.raises(ValueError, match="nodes of mask: expected 1 to 64, got 65"):
+        delta_rule_tree(**(given | dict(trees=trees._replace(mask=torch.zeros(2, 65, 1, dtype=torch.int64)))))
+    with pytest.raises(ValueError, match=r"inputs: expected 2 \* 4 rows, got 10"):
+        delta_rule_tree(**(given | dict(trees=trees._replace(mask=trees.mask[:, :4].contiguous()))))
+    with pytest.raises(ValueError, match="mask: expected shape"):
+        tree_masks(trees.slots, torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 5, 2, dtype=torch.int64))
 
 
 FAULTS = [stale_slot, double_commit, nodes_by_count, convolution_of_the_row_before, inputs_not_kept]

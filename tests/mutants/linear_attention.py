@@ -7,6 +7,8 @@ from functools import partial
 from tests.mutants.mutant import bugs_in, parity
 
 _kernel = bugs_in("specdec_kernels/linear_attention/kernel.py")
+_device = bugs_in("specdec_kernels/linear_attention/device.py")
+_tree = bugs_in("specdec_kernels/linear_attention/kernel_tree.py")
 _paths = bugs_in("specdec_kernels/linear_attention/paths.py")
 _case = partial(parity, "linear_attention")
 _BITS = ("tests/kernels/test_linear_attention.py::test_any_way_through_a_text_has_the_same_bits",)
@@ -47,6 +49,24 @@ MUTANTS = (
         "wide = x.to(tl.float32){{ -> * (gate * tl.sigmoid(gate))}}",
         _case("norm_odd"),
         "the gate is applied before the norm too",
+    ),
+    _tree(
+        "delta_tree_sees_all_before",
+        "sees = ((bit != 0) {{& -> |}} (i[:, None] > i[None, :]))",
+        _case("tree_15"),
+        "a node of a tree sees other branches",
+    ),
+    _device(
+        "delta_decay_of_what_both_see",
+        "tl.where(sees, {{0.0, 1.0 -> 1.0, 0.0}})",
+        _case("tree_15"),
+        "what a node sees decays by the gates before it in place of those behind it",
+    ),
+    _device(
+        "delta_halves_are_not_merged",
+        "below = tl.where(second, below[None, :, None, :]{{ -> * 0.0}}, 0.0)",
+        _case("tree_63"),
+        "the inverse of a large tree lacks the block below its halves",
     ),
     _paths(
         "delta_texts_start_from_their_slot",

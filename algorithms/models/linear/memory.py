@@ -2,7 +2,7 @@
 
 A request owns a slot from its first prompt token on. Verification reads its state and writes none: the inputs of all
 nodes are kept, and the commit takes the state along the accepted path. So a tree costs no state per node, and the state
-after a step has the bits of decoding one by one.
+after a step has the bits of decoding one by one. A tree that is solved at once gives outputs with other roundings.
 """
 
 from __future__ import annotations
