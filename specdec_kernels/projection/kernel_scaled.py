@@ -289,7 +289,8 @@ def torch_takes(product: Product) -> bool:
     weight = product.weight
     assert isinstance(weight, ScaledWeight)
     is_block = weight.group_rows == weight.group_inner == GROUP and not any(size % GROUP for size in weight.shape)
-    return weight.float8_x and is_block and product.x.dtype == torch.bfloat16 and current_chip(product.x) == "sm90"
+    x = product.x
+    return weight.float8_x and is_block and x.dtype == torch.bfloat16 and x.is_cuda and current_chip(x) == "sm90"
 
 
 def by_torch(product: Product, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
