@@ -38,10 +38,12 @@ _BOUND_BY_ARITHMETIC = {"sm90": (128, 64, 8, 4)}
 
 # Of float8 weights: (columns, num_warps, num_stages) by the rows of a program, of weights with many and with few tiles.
 _MANY_TILES_OF_CODES = (64, 4, 4)
-_TILES_OF_CODES = {16: (64, 4, 8), 32: (64, 4, 6), 64: (64, 4, 4), 128: (64, 4, 4)}
-# The same where x is rounded to codes, and for more rows than one program takes.
-_TILES_OF_ROUNDED = {16: (128, 8, 6), 32: (128, 4, 4), 64: (64, 4, 4), 128: (64, 4, 4)}
-_BOUND_BY_CODES = {False: (128, 128, 8, 4), True: (64, 128, 4, 3)}  # rows first
+_TILES_OF_CODES = {16: (64, 4, 8), 32: (64, 4, 6), 64: (64, 4, 4)}
+# The same where x is rounded to codes, and for more rows than one program takes. A sum and a product that is added to
+# it take twice the registers: no program takes more than 64 rows, nor more than 32 in float32.
+_TILES_OF_ROUNDED = {16: (128, 8, 6), 32: (128, 4, 4), 64: (64, 4, 4)}
+_BOUND_BY_CODES = {False: (64, 4, 4), True: (128, 8, 4)}
+_MOST_ROWS_OF_CODES, _MOST_ROWS_OF_FLOAT32_CODES = 64, 32
 ROUNDED_APART_ROWS = 16
 """Rows of x that every program rounds to codes; more are rounded once, before the product."""
 
@@ -111,12 +113,13 @@ def scaled_config(
         return replace(found, columns=_CUT_STEP, block_k=_CUT_STEP)
     block_k = _CUT_STEP if float8_x or inner % _CUT_STEP == 0 else _ODD_INNER[1]
     if element_bytes == 4:
-        return replace(found, block_k=block_k) if float8_x else found
+        rows = min(found.rows, _MOST_ROWS_OF_FLOAT32_CODES)
+        return replace(found, block_k=block_k, rows=rows, num_stages=2) if float8_x else found
     tiles, processors = -(-outer // _COLUMNS), _PROCESSORS[chip]
     cut = _splits(inner, min(max(1, 2 * processors // tiles), inner // _SHORTEST_SPLIT), block_k)
-    block, many = found.rows, rows > _MOST_ROWS
+    block, many = min(found.rows, _MOST_ROWS_OF_CODES), rows > _MOST_ROWS
     if many:
-        block, columns, warps, stages = _BOUND_BY_CODES[float8_x]
+        columns, warps, stages = _BOUND_BY_CODES[float8_x]
     elif tiles * cut > 2 * processors:
         columns, warps, stages = _MANY_TILES_OF_CODES
     else:
