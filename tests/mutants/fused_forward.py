@@ -56,6 +56,18 @@ MUTANTS = (
         _case("scaled_576_rows"),
         "a group of the inner dimension has the scale of the one before it",
     ),
+    _scaled(
+        "scales_of_x_left_out",
+        "if SCALING.FLOAT8_X:\n                part *= {{x_scale[None, :] -> 1.0}}",
+        _case("float8_x_odd"),
+        "sums of codes are not multiplied by the scales of x",
+    ),
+    _scaled(
+        "codes_of_x_beyond_the_largest",
+        "wide * tl.div_rn({{_LARGEST -> 2 * _LARGEST}}, largest)[None]",
+        _case("float8_x_splits"),
+        "the largest numbers of a group are cut off",
+    ),
     _projection(
         "split_reads_past_its_end",
         "k_first = split * split_length\n    k_end = {{tl.minimum(K, k_first + split_length) -> K}}",
