@@ -90,8 +90,7 @@ class Scales(NamedTuple):
 
 class Scaling(NamedTuple):
     """Compile-time properties of the scales. BY_ROW: one for each row of the weight. HALVES: each half of a program's
-    rows has one. FLOAT8_X: x is rounded to codes; APART: before the product. CODES: the chip
-    multiplies codes."""
+    rows has one. FLOAT8_X: x is rounded to codes; APART: before the product. CODES: the chip multiplies codes."""
 
     BY_ROW: Any
     HALVES: Any

@@ -15,10 +15,6 @@ _READS_BACK = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", 
 _tape: Tape | None = None
 
 
-def recording() -> bool:
-    return _tape is not None
-
-
 def device_work(work: Callable[[], None]) -> None:
     """Do what a kernel does to its tensors, now and in each replay."""
     with _disable_current_modes():

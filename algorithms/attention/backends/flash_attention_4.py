@@ -44,10 +44,11 @@ class FlashAttentionPlan(NamedTuple):
     draft: AttentionMetadata | None
 
 
-class FlashAttention4:
+class FlashAttention4(packages.PackageBackend):
     """See `Backend`. Configurations reach it through `backend.dispatch` of `fa4`."""
 
     name = "flash_attention_4"
+    capturable = True
 
     def __init__(self, impl: str = "auto") -> None:
         """`impl` is for the project's own kernels: index arrays, and the draft part of a tree."""
@@ -123,22 +124,12 @@ class FlashAttention4:
             out, lse = add_sinks(out, lse, sinks)
         return out.masked_fill(unused[..., None, None], 0.0), lse.masked_fill(unused[..., None], float("-inf"))
 
-    def run(
-        self,
-        plan: FlashAttentionPlan,
-        q: Tensor,
-        kv: Tensor,
-        sinks: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See `Backend`."""
-        if sinks is None and plan.draft is None:
-            result = self._attend(plan, q, kv, with_lse=False)[0]
-            result = result.masked_fill(_unused(plan.metadata, q)[..., None, None], 0.0)
-        else:
-            result = self.run_with_lse(plan, q, kv, sinks)[0]
-        return result if out is None else out.copy_(result)
+    def rows(self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
+        """See `PackageBackend`."""
+        if sinks is not None or plan.draft is not None:
+            return super().rows(plan, q, kv, sinks)
+        result = self._attend(plan, q, kv, with_lse=False)[0]
+        return result.masked_fill(_unused(plan.metadata, q)[..., None, None], 0.0)
 
     def _attend(self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         """The package's part of a call: of a tree the prefix. Rows that are not in use hold anything."""

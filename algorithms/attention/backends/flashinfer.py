@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends import packages
-from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError
+from algorithms.attention.backends.protocol import NO_BITS, BackendError
 from specdec_kernels.checks import expect_at_least, expect_choice
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class FlashInferPlan(NamedTuple):
     arguments: dict[str, Any] | None
 
 
-class FlashInferBackend(Backend):
+class FlashInferBackend(packages.PackageBackend):
     """See `Backend`. Its planner reads lengths back, so no step of it is captured."""
 
     name = "flashinfer"
@@ -138,18 +138,6 @@ class FlashInferBackend(Backend):
             else:
                 out[plan.rows], lse[plan.rows] = part, part_lse
         return out.view(q.shape), lse.view(q.shape[:3])
-
-    def run(
-        self,
-        plan: FlashInferPlan,
-        q: Tensor,
-        kv: Tensor,
-        sinks: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        result = self.run_with_lse(plan, q, kv, sinks)[0]
-        return result if out is None else out.copy_(result)
 
     def _arguments(
         self, metadata: AttentionMetadata, shape: AttentionShape, used: Tensor, keys: Tensor

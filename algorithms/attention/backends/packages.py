@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from algorithms.attention.backends.protocol import Backend
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from specdec_kernels import AttentionShape
 
@@ -54,3 +57,26 @@ def half_precision_only(shape: AttentionShape) -> str | None:
     if shape.kv_dtype != shape.dtype:
         return f"the cache must have the dtype of the queries, {shape.dtype}, it has {shape.kv_dtype}"
     return None
+
+
+class PackageBackend(Backend):
+    """Attention by another package, over a `run_with_lse` that gives out and lse."""
+
+    run_with_lse: Any
+
+    def run(
+        self,
+        plan: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        result = self.rows(plan, q, kv, sinks)
+        return result if out is None else out.copy_(result)
+
+    def rows(self, plan: Any, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
+        """What `run` gives, in memory of its own."""
+        result: Tensor = self.run_with_lse(plan, q, kv, sinks)[0]
+        return result

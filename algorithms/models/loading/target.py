@@ -71,13 +71,14 @@ def load_target(
         model = Decoder(found.config)
     ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
     ignored |= {name for name in stored_tensors(found.path, text_name) if _is_other(name, found.config)}
-    weight_format = found.weight_format and replace(found.weight_format, float8_x=weight_dtype != "fp8_w8a16")
+    rounds_activations = weight_dtype != "fp8_w8a16"
+    weight_format = found.weight_format and replace(found.weight_format, float8_x=rounds_activations)
     load_weights(model, found.path, device, dtype, ignored=ignored, rename=text_name, weight_format=weight_format)
     for name, parameter in model.named_parameters():
         if offset := norm_offset(name, found.config):
             parameter.data += offset
     if weight_dtype != "auto" and weight_format is None:
-        quantise(model.model.layers, WeightFormat(float8_x=weight_dtype != "fp8_w8a16"))
+        quantise(model.model.layers, WeightFormat(float8_x=rounds_activations))
     return Target(found.config, found.path, model, origin=found.origin, weight_format=weight_format)
 
 
