@@ -88,7 +88,8 @@ def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState) -> Ten
     (heads, dk, dv), (batch, nodes, _) = state.ssm.shape[1:], trees.mask.shape
     config, mixed = CONFIGS[current_chip(inputs.raw)], inputs.mixed
     out = inputs.raw.new_empty((len(inputs.raw), heads, dv))
-    block = max(LEAST_LANES, min(config.tree_values, lanes(dv)))
+    size = max(_LEAST_ROWS, lanes(nodes))
+    block = max(LEAST_LANES, min(config.tree_values // size, lanes(dv)))
     # Fewer columns make more programs, of which each repeats M and T: only where the chip has room for them.
     while block > LEAST_LANES and 2 * batch * heads * triton.cdiv(dv, block) <= num_processors(mixed):
         block //= 2
@@ -101,8 +102,8 @@ def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState) -> Ten
         HV=heads,
         DK=dk,
         DV=dv,
-        SIZE=max(_LEAST_ROWS, lanes(nodes)),
-        PART=config.tree_part,
+        SIZE=size,
+        PART=max(LEAST_LANES, config.tree_part // size),
         BLOCK_V=block,
         PRECISION="ieee" if inputs.raw.dtype == torch.float32 else config.precision,
     )

@@ -43,6 +43,11 @@ ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
     ("_tree_attention_kernel", "sm80"): AllowedSpill(8, _TWO_SUMS),
     ("_tree_attention_kernel", "sm90"): AllowedSpill(144, _TWO_SUMS + "; tiles of more than one warp are slower"),
     ("_attention_kernel", "sm100"): AllowedSpill(216, _TWO_SUMS, _FIXED),
+    ("_tree_kernel", "sm90"): AllowedSpill(
+        968,
+        "matrices that wait while the state is read; narrower tiles spill none, repeat them and take twice as long",
+        ("SIZE=64 PART=16 BLOCK_V=128",),
+    ),
     ("_residual_kernel", "sm80"): _FEW_TOKENS,
     ("_bottom_up_kernel", "sm80"): _FEW_TOKENS,
     ("_bottom_up_kernel", "sm100"): _FEW_TOKENS,
