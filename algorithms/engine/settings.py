@@ -64,8 +64,6 @@ class RuntimeSettings:
     changes no output in half precision either. Needs `backend=fa4` and the fused forward."""
     adaptive: bool = False
     """Choose the draft length of every step, from no draft to the algorithm's own number of nodes."""
-    adaptive_cost: str | None = None
-    """Times of steps for `adaptive`: a file, or the folder of a run; null measures them before the first request."""
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the key."""
@@ -95,8 +93,6 @@ class RuntimeSettings:
                 f"runtime.weight_dtype={self.weight_dtype}: scales are not divided among processes: expected "
                 f"runtime.tensor_parallel=1, got {self.tensor_parallel}"
             )
-        if self.adaptive_cost is not None and not self.adaptive:
-            raise ValueError("runtime.adaptive_cost is for runtime.adaptive=true, got runtime.adaptive=false")
         if self.adaptive and self.graph in ("draft", "verify"):
             raise ValueError(
                 "runtime.adaptive=true: a step of each size is one CUDA graph: expected runtime.graph=auto, none or "

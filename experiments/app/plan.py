@@ -27,7 +27,6 @@ from experiments.app.errors import UserError, unknown_option_message, user_error
 from experiments.app.hardware import Hardware, resolve_hardware
 from experiments.app.identity import SHARE_TARGET
 from experiments.app.schema import DRAFT_PATH, ModelConfig, RunConfig, TrackerConfig
-from experiments.app.step_times import read_step_times
 from experiments.app.task_schema import MethodsTask
 from experiments.app.workload import Workload, make_workload
 from experiments.data.prompts import load_prompts
@@ -223,7 +222,7 @@ def kv_dtype_of(config: RunConfig) -> torch.dtype | None:
 
 
 def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
-    """Refuse `runtime.adaptive` where there is nothing to choose, and step times that cannot be read."""
+    """Refuse `runtime.adaptive` where there is nothing to choose."""
     runtime = config.runtime
     if not runtime.adaptive or "runtime.adaptive" in config.task.IGNORED:
         return
@@ -240,9 +239,6 @@ def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
                 f"runtime.adaptive=true: {label} samples its drafts ({', '.join(told)}), and a number of nodes that "
                 "depends on them would change the distribution\nexpected the rule target_only"
             )
-    if runtime.adaptive_cost is not None:
-        with user_errors(ValueError):
-            read_step_times(runtime.adaptive_cost, "runtime.adaptive_cost")
 
 
 def check_capture(level: str, hardware: Hardware, backend: Any) -> None:

@@ -1,7 +1,6 @@
 """The folder of a run. Every file but requests.jsonl appears whole or not at all, summary.json only when a run is done.
 
-docs/reading_a_report.md lists the files. `kv_scales.safetensors` has the scales of a float8 cache (task=kv_scales), and
-`cost.json` the times of a step that task=replay predicts from.
+docs/reading_a_report.md lists the files. `kv_scales.safetensors` has the scales of a float8 cache (task=kv_scales).
 """
 
 from __future__ import annotations
