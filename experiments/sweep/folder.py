@@ -45,7 +45,7 @@ class JobRecord:
     reason: str = ""
     exit_code: int | None = None
     wall_s: float | None = None
-    value: float | None = None  # the figure that a sweep maximises
+    value: float | None = None  # the figure of the task, for the table of the sweep
 
 
 class SweepFolder:

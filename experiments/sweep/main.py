@@ -10,9 +10,6 @@ Exit codes of a run are in `cli`. A sweep exits with 1 where a job failed or was
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import shlex
 import sys
 import time
@@ -33,18 +30,10 @@ from experiments.report.tables import Column, console_table, figure, words
 from experiments.sweep import driver
 from experiments.sweep.driver import Sweep
 from experiments.sweep.folder import DONE, FAILED, KILLED, OPEN, REFUSED, RUNNING, STATE, JobRecord
-from experiments.sweep.job import PROGRAM, Task, as_job
+from experiments.sweep.job import Task, as_job
 
 MULTIRUN = ("-m", "--multirun")
 SHORT = {"sweep": "sweep.name", "shard": "sweep.shard"}  # keys that are typed shorter than they are called
-SEARCH = {
-    "hydra.sweeper.direction": "maximize",
-    "hydra.sweeper.n_jobs": "1",
-    "hydra.sweeper.max_failure_rate": "1.0",
-    "hydra.sweeper.sampler.seed": "0",
-}
-"""Settings of hydra/sweeper=optuna: a task's figure is maximised, and a refused combination ends no search."""
-RESULTS = "optimization_results.yaml"
 
 
 def main(task: Task, program: Sequence[str], config_name: str = MAIN_CONFIG) -> None:
@@ -63,8 +52,7 @@ def main(task: Task, program: Sequence[str], config_name: str = MAIN_CONFIG) -> 
     with cli.exits_of_errors(config_name):
         if options := [argument for argument in overrides if argument.startswith("-")]:
             raise UserError(f"a sweep takes settings alone, got the option {options[0]}")
-        searches = any(re.fullmatch(r"hydra/sweeper=(?!basic$).+", text) for text in overrides)
-        code = (_search if searches else _sweep)(overrides, program, config_name)
+        code = _sweep(overrides, program, config_name)
     sys.exit(code)
 
 
@@ -72,22 +60,6 @@ def long_name(argument: str) -> str:
     """An argument with its key as the schema calls it."""
     key, equals, value = argument.partition("=")
     return f"{SHORT[key]}={value}" if equals and key in SHORT else argument
-
-
-def _search(overrides: Sequence[str], program: Sequence[str], config_name: str) -> int:
-    """Let the chosen sweeper choose the jobs, one after the other."""
-    typed = dict(text.partition("=")[::2] for text in overrides)
-    driver.expect_plugin("hydra/sweeper", typed["hydra/sweeper"])
-    if "sweep.name" not in typed:
-        raise UserError("a search is a sweep with a name: add sweep=NAME")
-    preset = [f"{key}={value}" for key, value in SEARCH.items() if key not in typed]
-    os.environ[PROGRAM] = json.dumps(list(program))
-    driver.run_hydra(["-m", *preset, *overrides], config_name)
-    folder = driver.folder_of(overrides, config_name)
-    if (results := folder / RESULTS).exists():
-        print(results.read_text(encoding="utf-8"), end="")
-    print(f"python -m experiments.collect {shlex.quote(str(folder))}")
-    return 0
 
 
 def _sweep(overrides: Sequence[str], program: Sequence[str], config_name: str) -> int:
@@ -138,7 +110,7 @@ def _rest(sweep: Sweep, states: dict[str, str]) -> str:
 
 
 def _table(console: Console, sweep: Sweep) -> dict[str, str]:
-    """Print the jobs, with the figure that the sweep maximises, and return their states."""
+    """Print the jobs, with the figure of each, and return their states."""
     states = sweep.states()
     names = {(sweep.folder.summary(job) or {}).get("objective") for job, state in states.items() if state == DONE}
     heading = words(str(names.pop())) if len(names) == 1 and None not in names else "value"

@@ -37,7 +37,7 @@ def own_name(overrides: Sequence[str]) -> str:
 
 
 def run_task(config: RunConfig, composed: DictConfig) -> float:
-    """Run the configured task. Returns the figure that a sweep maximises. Raises NotLossless, after everything is
+    """Run the configured task. Returns the figure for the table of a sweep. Raises NotLossless, after everything is
     written and shown, where outputs are wrong."""
     from experiments.app.distributed import output_folder
     from experiments.app.errors import NotLossless
