@@ -43,8 +43,6 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     torch.set_flush_denormal(True)
     torch.manual_seed(config.train.seed)
     replicas = Replicas.join(config.train.device)
-    if config.text_only:
-        return config.write_text(replicas)
     objective = config.build(replicas)
     parts = objective.loss, objective.held_out, objective.score
     trainer = Trainer(objective.model, config.train, folder, *parts, replicas)

@@ -105,3 +105,18 @@ class RuntimeSettings:
                 "runtime.dtype=bfloat16 on the CPU: Triton's interpreter computes bfloat16 wrongly; "
                 "use runtime.dtype=float32, or runtime.impl=reference"
             )
+
+
+def graph_level(asked: str, on_gpu: bool, capturable: bool) -> str:
+    """How much of a step is captured. `auto` is all of it on a GPU, where the backend is `capturable`."""
+    if asked != "auto":
+        return asked
+    return "step" if on_gpu and capturable else "none"
+
+
+def runs_fused(settings: RuntimeSettings, on_gpu: bool, is_float32: bool) -> bool:
+    """Whether models run fused kernels. `auto` is fused with `deterministic`, and in half precision on a GPU: in
+    float32 there is no tensor core to feed, and outputs are compared with torch's forward."""
+    if settings.forward == "auto":
+        return (on_gpu and not is_float32 and settings.impl != "reference") or settings.deterministic
+    return settings.forward == "fused"

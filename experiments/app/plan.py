@@ -14,6 +14,7 @@ import torch
 from algorithms.algorithm import AttentionCalls
 from algorithms.attention.backends.selection import backends, check_calls
 from algorithms.attention.cache import KVScales, load_kv_scales
+from algorithms.engine.settings import graph_level
 from algorithms.models.folder import is_absent, resolve_folder
 from algorithms.models.loading import Target, TargetFolder, read_target
 from algorithms.models.loading.stored import stored_tensors
@@ -55,7 +56,7 @@ class Plan:
     @property
     def graph(self) -> str:
         """How much of a step is captured."""
-        return self.hardware.graph_level(self.config.runtime.graph, self.config.backend.capturable)
+        return graph_level(self.config.runtime.graph, self.hardware.can_capture, self.config.backend.capturable)
 
     def kv_scales(self) -> KVScales | None:
         """This process's share of the factors of stored keys and values, which were checked before."""
@@ -206,7 +207,7 @@ def _check_backend(
     with user_errors(ValueError):
         backend = backends()[chosen.name](chosen, hardware.impl, config.runtime.deterministic)
         for asked in config.task.graphs_of(config, hardware.can_capture):
-            check_capture(hardware.graph_level(asked, chosen.capturable), hardware, backend)
+            check_capture(graph_level(asked, hardware.can_capture, chosen.capturable), hardware, backend)
         dtype, device = getattr(torch, hardware.dtype), torch.device(hardware.device)
         page_size, kv_dtype = config.runtime.page_size, kv_dtype_of(config)
         target_calls = AttentionCalls(target.config, {"prefill": "chain", "decode": "chain"})

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -69,7 +68,6 @@ def _sweep(overrides: Sequence[str], program: Sequence[str], config_name: str) -
     if sweep.settings.list:
         states = _table(console, sweep)
         say(f"{_counts(states)} · {sweep.folder.path}")
-        say(_rest(sweep, states), end="")
         return 0
     todo = driver.begin(sweep, [*sys.argv])
     states = sweep.states()
@@ -79,7 +77,6 @@ def _sweep(overrides: Sequence[str], program: Sequence[str], config_name: str) -
     revision = git_revision()
     if old := sum(summary.get("revision") != revision for summary in summaries):
         say(f"warning: {old} of them ran at another revision; sweep.force=true runs them again", style="yellow")
-    say(_rest(sweep, states), end="")
     try:
         if todo:
             driver.launch(sweep, todo)
@@ -99,14 +96,6 @@ def _sweep(overrides: Sequence[str], program: Sequence[str], config_name: str) -
 
 def _records(sweep: Sweep) -> list[JobRecord]:
     return [sweep.folder.record(record.id) or record for record in sweep.jobs]
-
-
-def _rest(sweep: Sweep, states: dict[str, str]) -> str:
-    """A line that says how long the rest may take, by the mean of the jobs that are done; empty below a second."""
-    taken = [record.wall_s for record in sweep.folder.records() if record.wall_s is not None and record.ended == DONE]
-    rest = sum(state in (OPEN, KILLED, FAILED) for state in states.values()) * sum(taken) / max(1, len(taken))
-    text = time.strftime("%H:%M:%S", time.gmtime(round(rest)))
-    return f"the rest takes about {text}, one job after the other\n" if rest >= 1 else ""
 
 
 def _table(console: Console, sweep: Sweep) -> dict[str, str]:

@@ -60,7 +60,7 @@ def test_markdown_shows_what_is_best_as_rounded() -> None:
 def test_a_page_shows_the_same_cells() -> None:
     table = html([BLOCK])
     assert (
-        "<td class=text>fast &amp; good</td><td><strong>2.50× ± 0.30</strong> / <strong>3.00 ± 0.10</strong></td>"
+        '<td class="text">fast &amp; good</td><td><strong>2.50× ± 0.30</strong> / <strong>3.00 ± 0.10</strong></td>'
         in table
     )
 

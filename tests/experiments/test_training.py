@@ -388,15 +388,6 @@ def test_an_exported_drafter_changes_no_output(shipped_shape: Path, tmp_path: Pa
     assert all(_answer(shipped_shape, method, tmp_path) == expected for method in objective.methods().values())
 
 
-def test_text_only_ends_before_training(shipped_shape: Path, tmp_path: Path) -> None:
-    config = _drafter_config("dflash", shipped_shape, tmp_path / "out")
-    config.text_only = True
-    assert program.train(config)["continuations"] == 12
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["text.json"]
-    with pytest.raises(ValueError, match="text_only"):
-        program.train(replace(_target_config(tmp_path / "target"), text_only=True))
-
-
 def test_best_model_is_what_is_exported(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     figures = iter([{"miss": 3.0}, {"miss": 1.0}, {"miss": 2.0}])
