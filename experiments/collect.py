@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from experiments.app.atomic_write import write_whole
 from experiments.app.cli import assign, report
 from experiments.app.errors import UserError, unknown_key_message
 from experiments.app.provenance import short_revision
@@ -28,7 +29,6 @@ from experiments.report import html_page as pages
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
 from experiments.report.json_log import json_lines
-from experiments.report.run_folder import write_whole
 from experiments.report.tables import DASH, Column, console_table, csv_text, html_table, markdown, words
 from experiments.sweep.figures import over
 from experiments.sweep.folder import DONE, STATE, SweepFolder

@@ -28,6 +28,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
+from experiments.app.atomic_write import write_whole
 from experiments.app.errors import user_errors
 from experiments.app.hardware import INTERPRETER
 from experiments.app.schema import SweepConfig
@@ -39,7 +40,7 @@ from experiments.bench.timing import Limits, provenance
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
 from experiments.report.json_log import to_json
-from experiments.report.run_folder import SUMMARY, write_whole
+from experiments.report.run_folder import SUMMARY
 from experiments.report.tables import Result, console_table
 from experiments.sweep.main import main as sweep_main
 from specdec_kernels import FAMILIES

@@ -79,7 +79,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
         if config.sweep.name is not None and config.sweep.share_baseline and config.runtime.tensor_parallel == 1:
             task.baselines = baselines.BaselineStore(folder.path.parent / baselines.FOLDER)
         results = task.measure()
-        folder.replace_requests(task.requests_in_order())
+        folder.requests.replace(task.requests_in_order())
         notes, failures = task.warnings(results), task.failures(results)
         summary = _write(task, command(typed), results, notes, failures)
         notes += tracker.finish(summary, task.best(results))
