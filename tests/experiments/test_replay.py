@@ -181,15 +181,6 @@ def test_drafts_at_every_position_give_the_steps_of_the_engine(name: str, monkey
     assert max(max(drafts.accepted) for drafts in eager) > 1
 
 
-@pytest.mark.parametrize("async_steps", [0, 1])
-def test_steps_behind_an_unread_end_are_counted(async_steps: int) -> None:
-    """Whether a step is read before the next one is launched depends on the clock; the last end is always read late."""
-    target, asked = random_target(), toy_requests(3)
-    done = toy_run(autoregressive(target), asked, Setup(async_steps=async_steps, max_batch=1), target)
-    late = done.launched_rows - sum(len(completion.accepted_counts) for completion in done.completions)
-    assert async_steps <= late <= async_steps * len(asked)
-
-
 def test_the_end_of_an_output_is_no_rejection_and_cuts_the_last_step() -> None:
     """Five tokens, the last step drafts past the end: it produces what is recorded, and nothing was rejected."""
     steps = steps_of([Drafts([2, 0, 0, 2, 1], [False, True, True, True, True])])

@@ -59,7 +59,8 @@ class DrafterTraining(TrainingConfig):
     def build(self, replicas: Replicas) -> DrafterObjective:
         """Load the target, have it write, and build the drafter's objective; the target's tokenizer is copied."""
         check_target_there(self.model)
-        target = load_target(self.model.path, self.train.device, self.train.frozen_dtype)
+        dtype = torch.bfloat16 if self.train.autocast and self.train.on_gpu else torch.float32
+        target = load_target(self.model.path, self.train.device, dtype)
         target.model.requires_grad_(False)
         setting = Setting(target, Tokenizer.load(target.path), self, replicas)
         if replicas.is_first:
