@@ -38,8 +38,6 @@ OWN = ("report", "best")  # keys of a line for the page alone
 
 @dataclass
 class Settings:
-    """The settings of a command line."""
-
     metrics: str = ""
     group: str = ""
     x: str = ""
@@ -172,7 +170,6 @@ def _page(title: str, lines: Sequence[Line], columns: Sequence[Column], best: st
 
 
 def _notes(lines: Sequence[Line]) -> list[str]:
-    """Notes for a reader of the table."""
     counts = {state: sum(line["state"] == state for line in lines) for state in distinct(lines, "state")}
     rest = ", ".join(f"{count} {state}" for state, count in counts.items() if state != DONE)
     resumed = dict.fromkeys(line["job"] for line in lines if line.get("num_resumed"))

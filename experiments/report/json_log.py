@@ -48,7 +48,6 @@ class JsonLog:
         os.truncate(path, whole)
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add `entry` as one line."""
         if self._file is None:
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         self._file.write(json_lines([entry]))

@@ -12,8 +12,6 @@ from experiments.report.tables import DASH, Metric, Result, columns, figure, joi
 
 
 class Quantiles(TypedDict):
-    """Median and 90 % quantile."""
-
     p50: float | None
     p90: float | None
 
@@ -90,8 +88,6 @@ class Prediction(TypedDict):
 
 
 class RoundRates(TypedDict):
-    """The rates of each round."""
-
     decode_tokens_per_s: list[float]
     wall_tokens_per_s: list[float]
 

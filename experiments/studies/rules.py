@@ -115,7 +115,6 @@ class VerificationRules(Task):
         return [result for label, algo in self.plan.methods.items() for result in self._of_method(label, algo)]
 
     def _of_method(self, label: str, algo: Any) -> list[Result]:
-        """All rules on the drafts of one method."""
         (workload,) = self.plan.workloads
         algorithm = make_algorithm(self.plan, self.target, algo)
         if algorithm.rule == "target_only":

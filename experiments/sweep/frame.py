@@ -61,7 +61,6 @@ def distinct(lines: Sequence[Line], column: str) -> list[Any]:
 
 
 def grouped(lines: Sequence[Line], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Line]]:
-    """The lines of each combination of `keys`."""
     found: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:
         found.setdefault(tuple(line.get(key) for key in keys), []).append(line)
@@ -125,7 +124,6 @@ def is_number(value: Any) -> bool:
 
 
 def numbers(lines: Sequence[Line], *columns: str) -> list[Line]:
-    """The lines that have a number in each of `columns`."""
     return [line for line in lines if all(is_number(line.get(column)) for column in columns)]
 
 

@@ -103,7 +103,6 @@ def _resumed(config: Any, composed: DictConfig, job: Job) -> Any:
 
 
 def new_record(cfg: DictConfig, overrides: list[str], program: Sequence[str]) -> JobRecord:
-    """The record of a job that has not started."""
     kept = [text for text in overrides if text.startswith(JOB_KEYS) or not text.startswith(("sweep.", "hydra."))]
     return JobRecord(job_id(cfg), kept, list(program), what_matters(cfg))
 

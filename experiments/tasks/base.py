@@ -88,7 +88,6 @@ class Task:
         return str(result["method"])
 
     def warnings(self, results: Sequence[Result]) -> list[str]:
-        """Warnings for a reader of the table."""
         dtype, exact = self.plan.hardware.dtype, self.plan.exact
         notes = [note for workload in self.plan.workloads for note in workload.notes]
         labelled = [(self.label(result), result) for result in results]

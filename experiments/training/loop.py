@@ -85,7 +85,6 @@ class TrainSettings:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU computes."""
         return self.device.startswith("cuda")
 
     def precision(self) -> torch.autocast:

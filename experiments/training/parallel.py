@@ -81,7 +81,6 @@ class Replicas:
         return own if self._store is None else float(self._store.get(f"clock {step}"))
 
     def wait(self) -> None:
-        """Wait for every process."""
         if self._group is not None:
             # NCCL's own barrier guesses the device.
             flag = torch.zeros(1, device=self._device)

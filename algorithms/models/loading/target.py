@@ -45,8 +45,6 @@ class TargetFolder:
 
 @dataclass(frozen=True)
 class Target(TargetFolder):
-    """A target with its weights loaded."""
-
     model: Decoder
 
     @property
