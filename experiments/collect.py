@@ -21,9 +21,10 @@ from typing import Any
 from urllib.parse import quote
 
 from experiments.app.atomic_write import write_whole
-from experiments.app.cli import assign, report, show_any_character
+from experiments.app.cli import assign, report
 from experiments.app.errors import UserError, unknown_key_message
 from experiments.app.provenance import short_revision
+from experiments.app.streams import write_plain_characters
 from experiments.report import html_page as pages
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
@@ -182,7 +183,7 @@ def _notes(lines: Sequence[Line]) -> list[str]:
 
 def main() -> None:
     """Command line entry."""
-    show_any_character()
+    write_plain_characters()
     try:
         collect(*parsed(sys.argv[1:]))
     except UserError as error:

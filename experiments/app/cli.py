@@ -30,6 +30,7 @@ from experiments.app.compose import MAIN_CONFIG, build_config, every_key, option
 from experiments.app.errors import UserError, disk_is_full, unknown_key_message, unknown_option_message
 from experiments.app.resume import resumed_words
 from experiments.app.schema import CONFIG_FOLDER
+from experiments.app.streams import write_plain_characters
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130
@@ -74,7 +75,7 @@ class Program:
 @contextmanager
 def exits_of_errors(config_name: str) -> Iterator[Program]:
     """Register the schemas, and end the process with one screen of text and an exit code where the block fails."""
-    show_any_character()
+    write_plain_characters()
     asked = os.environ.get(FULL_ERROR)
     program = Program(show_all=asked == "1")
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
@@ -103,13 +104,6 @@ def exits_of_errors(config_name: str) -> Iterator[Program]:
     finally:
         signal.signal(signal.SIGTERM, before)
         os.environ.pop(FULL_ERROR) if asked is None else os.environ.update({FULL_ERROR: asked})
-
-
-def show_any_character() -> None:
-    """Let terminals and pipes show `?` in place of a character that they cannot encode."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
 
 
 def _remove_empty(folder: Path) -> None:
