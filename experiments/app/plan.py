@@ -244,8 +244,6 @@ def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
 
 def check_capture(level: str, hardware: Hardware, backend: Any) -> None:
     """Refuse a level of capture that the device or the backend cannot have. Raises UserError."""
-    from algorithms.attention.backends.selection import backends
-
     if level == "none":
         return
     if not hardware.can_capture:
