@@ -1,4 +1,4 @@
-"""The parts of a decoder layer (see `decoder`), and the plain kinds of them: grouped-query attention, SwiGLU, RMSNorm."""
+"""The parts of a decoder layer (see `decoder`), and the plain kinds: grouped-query attention, SwiGLU, RMSNorm."""
 
 from __future__ import annotations
 
