@@ -45,6 +45,8 @@ class TargetFolder:
 
 @dataclass(frozen=True)
 class Target(TargetFolder):
+    """A target with its weights loaded."""
+
     model: Decoder
 
     @property
