@@ -38,7 +38,7 @@ test: $(VENV)/.installed-dev  ## install with the dev extra, then the test suite
 commands: $(VENV)/.installed-dev  ## every command of the README and of docs/add_a_kernel.md, as a reader would run it
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m commands tests/test_readme.py tests/kernels/test_add_a_kernel.py $(ARGS)
 
-test-distributed: $(VENV)-distributed/.installed  ## a sweep over two Ray nodes, one of which is lost, and a search by optuna
+test-distributed: $(VENV)-distributed/.installed  ## a sweep over two Ray nodes, one of which is lost
 	OMP_NUM_THREADS=1 $(VENV)-distributed/bin/python -m pytest -m distributed tests/distributed $(ARGS)
 
 gate: $(VENV)/.installed-dev  ## compile every kernel for sm_80, sm_90, sm_100 and gfx942, no GPU needed: the whole table
@@ -85,6 +85,6 @@ $(VENV)/.installed-dev: $(SPEC) | $(BIN)/python
 # there, so that pip takes the same build.
 $(VENV)-distributed/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-distributed
-	$(VENV)-distributed/bin/python -m pip --disable-pip-version-check install -qq -e '.[dev,ray,optuna]' \
+	$(VENV)-distributed/bin/python -m pip --disable-pip-version-check install -qq -e '.[dev,ray]' \
 	  "$$(grep '^torch==' constraints.txt)"
 	@touch $@

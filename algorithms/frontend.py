@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SEED_STRIDE = 1_000_003  # distance between the request seeds of two run seeds
 Prompt = str | Sequence[int]
-_NOT_OF_AN_ENGINE = ("device", "dtype", "weight_dtype", "tensor_parallel", "kv_scales", "adaptive_cost")
+_NOT_OF_AN_ENGINE = ("device", "dtype", "weight_dtype", "tensor_parallel", "kv_scales")
 """Fields of `RuntimeSettings` that the target decides, or that the command line reads from files."""
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import specdec_kernels as kernels
 from algorithms.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.drafting.tree_shape import MAX_NODES
+from algorithms.drafting.wrapper import Wrapper
 from algorithms.registry import available, configured
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Part:
     draft_path: str | None
 
 
-class Mixed(Algorithm):
+class Mixed(Wrapper):
     """Two other algorithms in front of one verification."""
 
     name = "mixed"
@@ -60,32 +61,22 @@ class Mixed(Algorithm):
         return next(filter(None, calls), None)
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
-        self._parts = [part.kind(part.config, target, part.draft_path or draft_path) for part in _parts(config)]
-        first, second = self._parts
-        for part in self._parts:
+        self.wrap(*(part.kind(part.config, target, part.draft_path or draft_path) for part in _parts(config)))
+        for part in self.inner:
             if part.rule != "target_only":
                 expected = "expected drafters with the rule target_only"
                 raise ValueError(f"algo=mixed: {expected}, got algo={part.name} with rule {part.rule}")
-        self.num_nodes = sum(part.num_nodes for part in self._parts) - 1
+        self.num_nodes = sum(part.num_nodes for part in self.inner) - 1
         if not 2 <= self.num_nodes <= MAX_NODES:
             raise ValueError(f"algo=mixed: expected 2 to {MAX_NODES} nodes in all, got {self.num_nodes}")
-        self.max_depth = max(part.max_depth for part in self._parts)
-        self.draft_slots = max(max(part.draft_slots, part.num_nodes) for part in self._parts)
-        self.target_layers = tuple(sorted({*first.target_layers, *second.target_layers}))
-        self.observes_verified = any(part.observes_verified for part in self._parts)
-        self.needs_draft_model = any(part.needs_draft_model for part in self._parts)
-
-    @property
-    def learns(self) -> bool:
-        return any(part.learns for part in self._parts)
+        self.max_depth = max(part.max_depth for part in self.inner)
 
     def bind(self, resources: Resources) -> None:
         self._impl, self._needs_path_probs = resources.impl, resources.needs_path_probs
-        for part in self._parts:
-            part.bind(resources)
+        super().bind(resources)
 
     def propose(self, batch: Batch) -> DraftTree:
-        return self._joined(batch, *(part.propose(batch) for part in self._parts))
+        return self._joined(batch, *(part.propose(batch) for part in self.inner))
 
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
         """The most likely nodes of both drafts together."""
@@ -93,7 +84,7 @@ class Mixed(Algorithm):
             batch,
             *(
                 part.propose_few(batch, num_nodes) if num_nodes < part.num_nodes else part.propose(batch)
-                for part in self._parts
+                for part in self.inner
             ),
         )
         if joined.path_probs is None:
@@ -120,17 +111,7 @@ class Mixed(Algorithm):
         return DraftTree(tokens, links, path_probs=path_probs)
 
     def observe(self, seen: Observation) -> None:
-        for part in self._parts:
-            features = [seen.features[self.target_layers.index(layer)] for layer in part.target_layers]
-            part.observe(replace(seen, features=features, drafts_stale=True))
-
-    def reset(self) -> None:
-        for part in self._parts:
-            part.reset()
-
-    def move_slot(self, source: int, target: int) -> None:
-        for part in self._parts:
-            part.move_slot(source, target)
+        super().observe(replace(seen, drafts_stale=True))
 
 
 def _path_probs(tree: DraftTree) -> Tensor:

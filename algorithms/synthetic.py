@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
-from algorithms.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
+from algorithms.algorithm import AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.autoregressive import Autoregressive
+from algorithms.drafting.wrapper import Wrapper
 from algorithms.mixed import Part, part_of
 from specdec_kernels.checks import expect_between
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from algorithms.models.loading import Target, TargetFolder
 
 
-class Synthetic(Algorithm):
+class Synthetic(Wrapper):
     """Right drafts and wrong ones, in given proportions."""
 
     name = "synthetic"
@@ -59,23 +60,21 @@ class Synthetic(Algorithm):
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         part = _part(config)
         self.recorder = Autoregressive(Autoregressive.Config(), target, None)
-        self._drafter = part.kind(part.config, target, part.draft_path or draft_path) if part else None
+        inner = part.kind(part.config, target, part.draft_path or draft_path) if part else None
         self._vocab = target.config.vocab_size
-        inner = self._drafter
         self.num_nodes = inner.num_nodes if inner else len(config.rate) + 1
         self.max_depth = inner.max_depth if inner else len(config.rate)
         self._rates = [*config.rate, *config.rate[-1:] * self.max_depth][: self.max_depth]
         if inner:
-            self.chain, self.draft_slots, self.target_layers = inner.chain, inner.draft_slots, inner.target_layers
-            self.observes_verified, self.needs_draft_model = inner.observes_verified, inner.needs_draft_model
+            self.wrap(inner)
+            self.chain = inner.chain
 
     def bind(self, resources: Resources) -> None:
         import torch
 
         self._impl, self._needs_path_probs = resources.impl, resources.needs_path_probs
         self._thresholds = torch.tensor(self._rates, dtype=torch.float32, device=resources.device)
-        if self._drafter:
-            self._drafter.bind(resources)
+        super().bind(resources)
 
     def propose(self, batch: Batch) -> DraftTree:
         return self.propose_few(batch, self.num_nodes)
@@ -85,12 +84,12 @@ class Synthetic(Algorithm):
         drawn, and wrong ones elsewhere."""
         import torch
 
-        if self._drafter is None:
+        if not self.inner:
             links = kernels.build_chain(batch.lengths, num_nodes, impl=self._impl)
         elif num_nodes < self.num_nodes:
-            links = self._drafter.propose_few(batch, num_nodes).links
+            links = self.inner[0].propose_few(batch, num_nodes).links
         else:
-            links = self._drafter.propose(batch).links
+            links = self.inner[0].propose(batch).links
         depth = links.depth.long()
         right = batch.history.gather(1, links.positions.clamp(0, batch.history.shape[1] - 1))
         seeds = batch.sampling.seeds
@@ -126,20 +125,7 @@ class Synthetic(Algorithm):
         return on_path[:, :num_nodes]
 
     def observe(self, seen: Observation) -> None:
-        if self._drafter:
-            self._drafter.observe(replace(seen, drafts_stale=True))
-
-    @property
-    def learns(self) -> bool:
-        return self._drafter is not None and self._drafter.learns
-
-    def reset(self) -> None:
-        if self._drafter:
-            self._drafter.reset()
-
-    def move_slot(self, source: int, target: int) -> None:
-        if self._drafter:
-            self._drafter.move_slot(source, target)
+        super().observe(replace(seen, drafts_stale=True))
 
 
 def uniforms(seeds: Tensor, lengths: Tensor, count: int) -> Tensor:

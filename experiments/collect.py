@@ -1,12 +1,12 @@
-"""One table, and a page with figures, from the folders of one or several sweeps, finished or not.
+"""One table, and a page with a figure, from the folders of one or several sweeps, finished or not.
 
     python -m experiments.collect outputs/sweeps/trees
     python -m experiments.collect outputs/sweeps/a outputs/sweeps/b metrics=speedup_wall,tokens_per_step x=algo.topk
 
 Settings: `metrics` figures of the table, the first of which is drawn and decides the best lines; `group` keys of which
-each value has a best line; `x`, `y` keys of the axes; `where` key=value pairs joined by `+` that lines must have;
-`mix=true` to compare jobs of several machines or revisions; `out` the folder of table.csv, table.md, table.tex,
-table.jsonl and sweep.html (default: the first sweep's own).
+each value has a best line; `x` the key of the axis; `where` key=value pairs joined by `+` that lines must have;
+`mix=true` to compare jobs of several machines or revisions; `out` the folder of table.csv, table.md, table.jsonl and
+sweep.html (default: the first sweep's own).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from experiments.app.atomic_write import write_whole
 from experiments.app.cli import assign, report
 from experiments.app.errors import UserError, unknown_key_message
 from experiments.app.provenance import short_revision
@@ -28,10 +29,8 @@ from experiments.report import html_page as pages
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
 from experiments.report.json_log import json_lines
-from experiments.report.pivot import latex_escaped
-from experiments.report.run_folder import write_whole
 from experiments.report.tables import DASH, Column, console_table, csv_text, html_table, markdown, words
-from experiments.sweep.figures import fronts, over, over_two
+from experiments.sweep.figures import over
 from experiments.sweep.folder import DONE, STATE, SweepFolder
 from experiments.sweep.frame import WHERE, Line, best_lines, chosen_metrics, distinct, numbers, numeric, read
 
@@ -40,12 +39,9 @@ OWN = ("report", "best")  # keys of a line for the page alone
 
 @dataclass
 class Settings:
-    """The settings of a command line."""
-
     metrics: str = ""
     group: str = ""
     x: str = ""
-    y: str = ""
     where: str = ""
     mix: bool = False
     out: str = ""
@@ -73,7 +69,7 @@ def collect(folders: Sequence[SweepFolder], settings: Settings) -> None:
         raise UserError(f"where={settings.where}: no job is left")
     metrics = chosen_metrics(lines, [name for name in settings.metrics.split(",") if name])
     group = [key for key in settings.group.split(",") if key] or _groups(keys)
-    _expect_columns(lines, [*group, *filter(None, (settings.x, settings.y))])
+    _expect_columns(lines, [*group, *filter(None, [settings.x])])
     for line in best_lines(lines, group, metrics[0]) if metrics else ():
         line["best"] = "best"
     best = f"Best {words(metrics[0])}" + (f" for each {', '.join(group)}" if group else "") if metrics else ""
@@ -85,9 +81,8 @@ def collect(folders: Sequence[SweepFolder], settings: Settings) -> None:
     files = {
         "table.csv": csv_text(plain),
         "table.md": markdown(columns, lines),
-        "table.tex": latex(columns, lines),
         "table.jsonl": json_lines(plain),
-        "sweep.html": _page(title, lines, columns, best, _figures(lines, keys, metrics, settings), out),
+        "sweep.html": _page(title, lines, columns, best, _figure(lines, keys, metrics, settings.x), out),
     }
     for name, text in files.items():
         write_whole(out / name, text)
@@ -143,46 +138,20 @@ def _cell(value: Any) -> str:
     return DASH if value is None else str(value)
 
 
-def latex(columns: Sequence[Column], lines: Sequence[Line]) -> str:
-    """The table in LaTeX, for the package booktabs; the figures of best lines are bold."""
-    columns = [column for column in columns if column.title not in ("best", "reason", "state")]
-
-    def cell(text: str) -> str:
-        text = latex_escaped(text.replace("\\", "/"))
-        return text.replace(" ± ", r" $\pm$ ").replace("×", r"$\times$").replace(DASH, "--")
-
-    rows = [" & ".join(cell(column.title) for column in columns) + r" \\", r"\midrule"]
-    for line in lines:
-        bold = ["best" in line and column.numeric and column.show(line) != DASH for column in columns]
-        shown = [cell(column.show(line)) for column in columns]
-        rows.append(" & ".join(rf"\textbf{{{x}}}" if b else x for x, b in zip(shown, bold, strict=True)) + r" \\")
-    kinds = "".join("r" if column.numeric else "l" for column in columns)
-    return "\n".join([rf"\begin{{tabular}}{{{kinds}}}", r"\toprule", *rows, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def _figures(
-    lines: Sequence[Line], keys: Sequence[str], metrics: Sequence[str], settings: Settings
-) -> list[tuple[str, str]]:
-    """(title, HTML) of the figures that the lines allow. Raises UserError for an axis without numbers."""
+def _figure(lines: Sequence[Line], keys: Sequence[str], metrics: Sequence[str], x: str) -> str:
+    """The first metric over `x`, by default the first key of numbers; empty where there is none. Raises UserError where
+    `x` has no numbers."""
     done = [line for line in lines if line["state"] == DONE]
     axes = numeric(done, keys)
-    for key in filter(None, (settings.x, settings.y)):
-        if not numbers(done, key):
-            raise UserError(f"{key} has no numbers, and an axis needs them; numbers: {', '.join(axes) or 'none'}")
-    x = settings.x or (axes[0] if axes else "")
-    y = settings.y or next((key for key in axes if key != x), "")
-    found = []
-    if x and metrics:
-        found.append((f"{words(metrics[0])} over {x}", over(done, keys, x, metrics[0])))
-    if x and y and metrics:
-        found.append((f"{words(metrics[0])} over {x} and {y}", over_two(done, keys, x, y, metrics[0])))
-    return found + fronts(done, keys)
+    if x and not numbers(done, x):
+        raise UserError(f"{x} has no numbers, and an axis needs them; numbers: {', '.join(axes) or 'none'}")
+    x = x or next(iter(axes), "")
+    drawn = over(done, keys, x, metrics[0]) if x and metrics else ""
+    return pages.section(f"{words(metrics[0])} over {x}", f"<figure>{drawn}</figure>") if drawn else ""
 
 
-def _page(
-    title: str, lines: Sequence[Line], columns: Sequence[Column], best: str, drawn: Sequence[tuple[str, str]], out: Path
-) -> str:
-    """The page in `out`; `best` is the heading of the best lines, and `drawn` are figures with their titles."""
+def _page(title: str, lines: Sequence[Line], columns: Sequence[Column], best: str, figure: str, out: Path) -> str:
+    """The page in `out`; `best` is the heading of the best lines."""
     chosen = [line for line in lines if "best" in line]
     shown = [column for column in columns if column.title != "best"]
     reports = {line["report"]: line["job"] for line in lines if Path(line.get("report", "")).is_file()}
@@ -192,7 +161,7 @@ def _page(
     parts = [
         *(f"<p class=note>{escape(note)}</p>" for note in _notes(lines)),
         pages.section(best, html_table(shown, chosen)) if chosen else "",
-        *(pages.section(name, f"<figure>{content}</figure>" if content else "") for name, content in drawn),
+        figure,
         pages.section("Jobs", html_table([Column("job", lambda line: line["job"], numeric=False), *columns], lines)),
         pages.section("Reports of the jobs", " · ".join(links)),
     ]
@@ -202,7 +171,6 @@ def _page(
 
 
 def _notes(lines: Sequence[Line]) -> list[str]:
-    """Notes for a reader of the table."""
     counts = {state: sum(line["state"] == state for line in lines) for state in distinct(lines, "state")}
     rest = ", ".join(f"{count} {state}" for state, count in counts.items() if state != DONE)
     resumed = dict.fromkeys(line["job"] for line in lines if line.get("num_resumed"))

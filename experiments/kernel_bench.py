@@ -5,9 +5,9 @@
 
 Measures the cases marked `bench` of each family. `family` and `peers` are `all`, `none` or names joined by `+`;
 `shapes` is `full`, `quick` or a pattern of case names. A kernel that disagrees with its reference is not timed. The run
-folder outputs/kernel_bench/<time>/ holds results.jsonl, one result per case with all that a number depends on, and
-report.html with the table, the roofline and the time over context length. Without a GPU one small case per family runs
-in Triton's interpreter, which shows that the path works and measures nothing about a GPU.
+folder outputs/kernel_bench/<time>/ holds results.jsonl, one result per case with all that a number depends on. Without
+a GPU one small case per family runs in Triton's interpreter, which shows that the path works and measures nothing about
+a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
+from experiments.app.atomic_write import write_whole
 from experiments.app.errors import user_errors
 from experiments.app.hardware import INTERPRETER
 from experiments.app.schema import SweepConfig
-from experiments.bench.benchmark_page import case_columns, page, problems
-from experiments.bench.measure_case import DTYPES, FAILED, NOT_RUN, OK, Bench, measure
+from experiments.bench.measure_case import DTYPES, FAILED, NOT_RUN, OK, Bench, case_columns, measure
 from experiments.bench.peers import PEERS
 from experiments.bench.roofline import measure_ceilings
 from experiments.bench.selection import chosen_cases, named
@@ -39,8 +40,8 @@ from experiments.bench.timing import Limits, provenance
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
 from experiments.report.json_log import to_json
-from experiments.report.run_folder import SUMMARY, write_whole
-from experiments.report.tables import console_table
+from experiments.report.run_folder import SUMMARY
+from experiments.report.tables import Result, console_table
 from experiments.sweep.main import main as sweep_main
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Case
@@ -169,8 +170,21 @@ def _present(results: list[dict[str, Any]], bench: Bench, machine: str, folder: 
     console.print(console_table(title, case_columns(bench.peers), results), crop=False)
     for note in notes:
         console.print(note, style="yellow")
-    (folder / "report.html").write_text(page(results, title, notes, bench.peers, bench.ceilings), encoding="utf-8")
-    console.print(f"wrote {folder / 'results.jsonl'} and report.html")
+    console.print(f"wrote {folder / 'results.jsonl'}")
+
+
+def problems(results: Sequence[Result]) -> list[str]:
+    """Reasons why a case failed, or why a peer has no number: each once."""
+    own: dict[str, list[str]] = {}
+    absent: Counter[tuple[str, str, str]] = Counter()
+    for result in results:
+        if result["status"] != OK:
+            own.setdefault(f"{result['status']}: {result['problem']}", []).append(result["case"])
+        others = result.get("peers", {}).items()
+        absent.update((name, peer["status"], peer["problem"]) for name, peer in others if peer["status"] != OK)
+    return [f"{', '.join(cases)}: {reason}" for reason, cases in own.items()] + [
+        f"{name}: {status} in {count} cases, {problem}" for (name, status, problem), count in absent.items()
+    ]
 
 
 def job(config: KernelBenchConfig, composed: DictConfig) -> None:

@@ -144,7 +144,6 @@ class DFlashConfig:
 
     @property
     def _windows(self) -> Windows:
-        """The window of each layer."""
         return self.decoder.sliding_windows or (None,) * self.decoder.num_layers
 
     @property
@@ -168,7 +167,6 @@ class DFlashConfig:
 
     @property
     def first_slot(self) -> int:
-        """The slot of the first draft."""
         return 1 if self.slots == OWN else 0
 
     def num_drafts(self, block_size: int) -> int:

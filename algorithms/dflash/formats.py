@@ -26,7 +26,6 @@ GRU_HEAD = "gru_head."
 
 
 def tensor_name(stored: str) -> str:
-    """The drafter's name of a stored tensor."""
     for prefix in PREFIXES:
         stored = stored.removeprefix(prefix)
     return GRU_HEAD + stored if stored.startswith(("prefix_gru.", "embed_proj.")) else stored

@@ -17,22 +17,6 @@ def kv_dtype_of(settings: RuntimeSettings) -> torch.dtype | None:
     return None if settings.kv_dtype == "auto" else torch.float8_e4m3fn
 
 
-def graph_level(settings: RuntimeSettings, backend: Backend, device: torch.device) -> str:
-    """How much of a step is captured. `auto` is all of it on a GPU, where the backend can be captured."""
-    if settings.graph == "auto":
-        return "step" if device.type == "cuda" and backend.capturable else "none"
-    return settings.graph
-
-
-def runs_fused(settings: RuntimeSettings, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether models run fused kernels. `auto` is fused with `deterministic`, and in half precision on a GPU: in
-    float32 there is no tensor core to feed, and outputs are compared with torch's forward."""
-    if settings.forward == "auto":
-        half = device.type == "cuda" and dtype != torch.float32 and settings.impl != "reference"
-        return half or settings.deterministic
-    return settings.forward == "fused"
-
-
 def check_tree(algorithm: Algorithm) -> None:
     """Raise EngineError if no tree has the size that the algorithm names."""
     nodes, depth = algorithm.num_nodes, algorithm.max_depth

@@ -19,20 +19,13 @@ from algorithms.attention.backends.protocol import Backend
 from algorithms.attention.cache import KVScales
 from algorithms.attention.memory import allocate_memory
 from algorithms.engine.clock import PhaseClock
-from algorithms.engine.compatibility import (
-    check_adaptive,
-    check_backend,
-    check_tree,
-    graph_level,
-    kv_dtype_of,
-    runs_fused,
-)
+from algorithms.engine.compatibility import check_adaptive, check_backend, check_tree, kv_dtype_of
 from algorithms.engine.grammar import GrammarError, Grammars
 from algorithms.engine.readback import Readback
 from algorithms.engine.request import Completion, EngineError, Request
 from algorithms.engine.scheduler import Decode, Scheduler, tiles_of
 from algorithms.engine.session import Generation, Launched, Session, StepReport
-from algorithms.engine.settings import RuntimeSettings
+from algorithms.engine.settings import RuntimeSettings, graph_level, runs_fused
 from algorithms.models.config import DecoderConfig
 from algorithms.models.experts.ledger import ExpertLedger
 from algorithms.models.linear.config import LinearConfig
@@ -78,8 +71,8 @@ class Engine:
         Raises EngineError or ValueError if the backend cannot do what target, algorithm and settings need.
         """
         device, config = target.device, target.config
-        level = graph_level(settings, backend, device)
-        fused = runs_fused(settings, device, target.dtype)
+        level = graph_level(settings.graph, device.type == "cuda", backend.capturable)
+        fused = runs_fused(settings, device.type == "cuda", target.dtype == torch.float32)
         check_tree(algorithm)
         check_backend(backend, target, algorithm, settings, level, fused)
         adaptive = settings.adaptive and algorithm.num_nodes > 1
@@ -98,7 +91,7 @@ class Engine:
         slots = settings.max_batch + ahead
         num_pages, scored = settings.num_pages or max_pages * slots, adaptive and not algorithm.chain
         sizes = dict(context=context, num_pages=num_pages, max_batch=slots)
-        resources = _resources(target, backend, settings, **sizes, needs_path_probs=scored)
+        resources = _resources(target, backend, settings, **sizes, fused=fused, needs_path_probs=scored)
         self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode, ahead)
         memory = allocate_memory(config, resources, kv_scales)
         state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, device)
@@ -244,7 +237,6 @@ def _resources(target: Target, backend: Backend, settings: RuntimeSettings, **of
         kv_dtype=kv_dtype_of(settings) or target.dtype,
         page_size=settings.page_size,
         impl=settings.impl,
-        fused=runs_fused(settings, target.device, target.dtype),
         deterministic=settings.deterministic,
         **of_run,
     )

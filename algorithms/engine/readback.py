@@ -97,7 +97,6 @@ class StepResult:
         ]
 
     def of(self, slot: int) -> SlotResult:
-        """The result of the request in `slot`."""
         num_accepted, valid, num_drafted, ran_out = self.figures[slot]
         emitted = num_accepted + 1
         tokens, logprobs = self.tokens[slot][:emitted], self.logprobs[slot][:emitted]
@@ -127,7 +126,6 @@ class Readback(Generic[Tag]):
 
     @property
     def num_pending(self) -> int:
-        """Results in flight."""
         return len(self._pending)
 
     def push(self, table: Tensor, tag: Tag, num_evidence: int = 0, num_drafts: int = 0) -> None:
@@ -159,5 +157,4 @@ class Readback(Generic[Tag]):
             yield self._read(place, shape, num_evidence, num_drafts), tag
 
     def drop(self) -> None:
-        """Drop what is in flight."""
         self._pending.clear()

@@ -116,7 +116,6 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request."""
         return not self.waiting and not self.running and not self.held
 
     @property

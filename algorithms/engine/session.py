@@ -53,9 +53,8 @@ class Generation:
     the phases and `prefill_ms` are device time; `prefill_ms` includes the time that a mixed prefill adds to a step
     on an idle device. `decode_ms` is the time of all steps without `prefill_ms`, and at least the sum of the phases;
     `host` is the rest. `step_ms` is the host's time of each step, `launch_ms` the host's time of all launches.
-    `adaptive` is `Sizing.report`, None where all steps have one size. `launched_rows` counts requests over all
-    steps, those included that had ended before the step and were not read yet. `experts` is `ExpertLedger.report`, None
-    for a target without experts.
+    `adaptive` is `Sizing.report`, None where all steps have one size. `experts` is `ExpertLedger.report`, None for a
+    target without experts.
     """
 
     completions: list[Completion]
@@ -68,7 +67,6 @@ class Generation:
     phase_times_ms: dict[str, float]
     graphs: GraphReport
     adaptive: dict[str, Any] | None = None
-    launched_rows: int = 0
     experts: dict[str, float] | None = None
 
 
@@ -100,7 +98,7 @@ class Session:
         self._prefill_clock = PhaseClock(parts.resources.device)
         self._needs, self._check, self._grammars = needs, check, grammars
         self._matchers: dict[int, Matcher] = {}
-        self._num_submitted = self._num_finished = self._slot_steps = self._emitted = self._launched_rows = 0
+        self._num_submitted = self._num_finished = self._slot_steps = self._emitted = 0
         self._step_ms: list[float] = []
         self._loop_ms = self._launch_ms = 0.0
         runner.reset()
@@ -193,7 +191,6 @@ class Session:
             matchers = [self._matchers.get(running.request.id) for running in slots]
             self._state.constraints.begin(matchers, partial(self._news, list(slots), matchers))
         table = self._runner.launch(len(slots), longest, self._needs, prefill)
-        self._launched_rows += len(slots)
         step, sizing = self._runner.last_step, self._parts.sizing
         assert step is not None
         number = 0 if sizing is None else sizing.num_steps.total()
@@ -259,7 +256,6 @@ class Session:
             phase_times_ms=phases | {"host": decode_ms - sum(phases.values())},
             graphs=self._runner.report(self._prefiller.captured_sizes),
             adaptive=None if self._parts.sizing is None else self._parts.sizing.report(),
-            launched_rows=self._launched_rows,
             experts=None if self._parts.experts is None else self._parts.experts.report(),
         )
 

@@ -64,8 +64,6 @@ class RuntimeSettings:
     changes no output in half precision either. Needs `backend=fa4` and the fused forward."""
     adaptive: bool = False
     """Choose the draft length of every step, from no draft to the algorithm's own number of nodes."""
-    adaptive_cost: str | None = None
-    """Times of steps for `adaptive`: a file, or the folder of a run; null measures them before the first request."""
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the key."""
@@ -95,8 +93,6 @@ class RuntimeSettings:
                 f"runtime.weight_dtype={self.weight_dtype}: scales are not divided among processes: expected "
                 f"runtime.tensor_parallel=1, got {self.tensor_parallel}"
             )
-        if self.adaptive_cost is not None and not self.adaptive:
-            raise ValueError("runtime.adaptive_cost is for runtime.adaptive=true, got runtime.adaptive=false")
         if self.adaptive and self.graph in ("draft", "verify"):
             raise ValueError(
                 "runtime.adaptive=true: a step of each size is one CUDA graph: expected runtime.graph=auto, none or "
@@ -109,3 +105,18 @@ class RuntimeSettings:
                 "runtime.dtype=bfloat16 on the CPU: Triton's interpreter computes bfloat16 wrongly; "
                 "use runtime.dtype=float32, or runtime.impl=reference"
             )
+
+
+def graph_level(asked: str, on_gpu: bool, capturable: bool) -> str:
+    """How much of a step is captured. `auto` is all of it on a GPU, where the backend is `capturable`."""
+    if asked != "auto":
+        return asked
+    return "step" if on_gpu and capturable else "none"
+
+
+def runs_fused(settings: RuntimeSettings, on_gpu: bool, is_float32: bool) -> bool:
+    """Whether models run fused kernels. `auto` is fused with `deterministic`, and in half precision on a GPU: in
+    float32 there is no tensor core to feed, and outputs are compared with torch's forward."""
+    if settings.forward == "auto":
+        return (on_gpu and not is_float32 and settings.impl != "reference") or settings.deterministic
+    return settings.forward == "fused"

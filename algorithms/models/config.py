@@ -116,7 +116,6 @@ class DecoderConfig:
         return self.mlps[layer] if self.mlps else None
 
     def of_layers(self, layers: Sequence[int]) -> DecoderConfig:
-        """The shape of a decoder of these layers."""
         names = ("sliding_windows", "mixings", "mlps")
         given = {name: getattr(self, name) for name in names if getattr(self, name)}
         chosen: dict[str, Any] = {name: tuple(held[layer] for layer in layers) for name, held in given.items()}

@@ -1,8 +1,4 @@
-"""The parts of a decoder layer, and the plain kinds of them: grouped-query attention, SwiGLU, RMSNorm.
-
-A layer is a mixing module, which sees other tokens, and an MLP, which does not. A `Mixer` does everything that involves
-other tokens: it receives the raw projections and returns the attention output.
-"""
+"""The parts of a decoder layer (see `decoder`), and the plain kinds: grouped-query attention, SwiGLU, RMSNorm."""
 
 from __future__ import annotations
 

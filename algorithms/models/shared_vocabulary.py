@@ -75,6 +75,9 @@ class SharedVocabulary:
 
 def _contents(tokenizer: Tokenizer, size: int) -> dict[int, bytes | str]:
     """Id below `size` to the bytes that a token stands for, or the text of a special token; rising."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # slow to import
+
+    bytes_of = {character: byte for byte, character in bytes_to_unicode().items()}
     special = {index: text for text, index in tokenizer.special_ids().items()}
     added = tokenizer.backend.get_added_tokens_decoder()
     byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.backend.to_str())["decoder"])
@@ -86,21 +89,10 @@ def _contents(tokenizer: Tokenizer, size: int) -> dict[int, bytes | str]:
             found[index] = special[index]
         elif index in added:
             found[index] = token.encode()
-        elif byte_level and all(character in _BYTES for character in token):
-            found[index] = bytes(_BYTES[character] for character in token)
+        elif byte_level and all(character in bytes_of for character in token):
+            found[index] = bytes(bytes_of[character] for character in token)
         elif match := _BYTE_TOKEN.fullmatch(token):
             found[index] = bytes([int(match[1], 16)])
         else:
             found[index] = token.replace("▁", " ").encode()
     return found
-
-
-def _bytes_of_characters() -> dict[str, int]:
-    """The characters that byte-level tokenizers write for bytes (Source: GPT-2, github.com/openai/gpt-2): printable
-    ones for themselves, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _bytes_of_characters()

@@ -78,7 +78,8 @@ def read_mtp(
     """A head that fits `target`, see `load_mtp`; no weights are read."""
     folder = target.path if path is None else resolve_folder(path)
     raw = loading.read_config(folder)
-    flat = loading.parse_config(folder, raw, lambda raw: {**(flat := speculators.flatten(raw)), **_text(flat)})
+    flat = loading.parse_config(folder, raw, speculators.flatten)
+    flat |= loading.parse_config(folder, flat, lambda keys: nested(keys, "text_config"))
     stored = sorted(stored_tensors(folder))
     family = family_of(flat)
     if family is not None:
@@ -114,10 +115,6 @@ def read_mtp(
         norm_offset=family.norm_offset,
     )
     return MTPFolder(folder, config, family, names)
-
-
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    return dict(nested(config, "text_config"))
 
 
 def _count_layers(folder: Path, flat: dict[str, Any], stored: list[str], family: Family) -> int:

@@ -50,7 +50,7 @@ class StepCosts:
         known = [(r, n) for r, n in self.step_ms if (n == 1) == (nodes == 1)]
         if not known:
             kind = "without a draft" if nodes == 1 else "with a draft"
-            raise ValueError(f"runtime.adaptive_cost: expected the time of a step {kind}, found none")
+            raise ValueError(f"step_costs: expected the time of a step {kind}, found none")
         by_batch = {}
         for measured in sorted({r for r, _ in known}):
             here = {n: self.step_ms[measured, n] for r, n in known if r == measured}

@@ -18,3 +18,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write `path` so that a reader, or a crash, sees the old content or all of the new."""
+    with whole_file(path) as temporary, open(temporary, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())

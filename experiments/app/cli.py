@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import hydra
@@ -81,7 +80,7 @@ def exits_of_errors(config_name: str) -> Iterator[Program]:
     program = Program(show_all=asked == "1")
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise what it would otherwise print
     logging.raiseExceptions = False  # or a log that cannot be written, as wandb's on a full disk, fills the screen
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the run folder records it
     try:
         words = arranged(sys.argv[1:])
         sys.argv[1:] = resumed_words(words) if config_name == MAIN_CONFIG else words
@@ -105,11 +104,6 @@ def exits_of_errors(config_name: str) -> Iterator[Program]:
     finally:
         signal.signal(signal.SIGTERM, before)
         os.environ.pop(FULL_ERROR) if asked is None else os.environ.update({FULL_ERROR: asked})
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Treat SIGTERM as an interrupt, so that the run folder records it."""
-    raise KeyboardInterrupt
 
 
 def _remove_empty(folder: Path) -> None:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from dataclasses import dataclass
 
-from algorithms.engine.settings import RuntimeSettings
+from algorithms.engine.settings import RuntimeSettings, runs_fused
 from experiments.app.errors import UserError
 
 INTERPRET = "TRITON_INTERPRET"
@@ -29,12 +29,6 @@ class Hardware:
         """Whether CUDA graphs exist on this device."""
         return self.device == "cuda"
 
-    def graph_level(self, asked: str, capturable: bool) -> str:
-        """The level of capture that `asked` stands for; `auto` is `step` wherever the backend is `capturable`."""
-        if asked != "auto":
-            return asked
-        return "step" if self.can_capture and capturable else "none"
-
 
 def resolve_hardware(runtime: RuntimeSettings) -> Hardware:
     """Settle every `auto` of `runtime`. Raises UserError where the machine lacks it. Without a GPU this switches
@@ -50,11 +44,7 @@ def resolve_hardware(runtime: RuntimeSettings) -> Hardware:
         )
     device = "cuda" if has_gpu and runtime.device != "cpu" else "cpu"
     dtype = runtime.dtype if runtime.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
-    forward = runtime.forward
-    if forward == "auto":
-        # In float32 there is no tensor core to be fed well, and torch's forward is what identity is proved with.
-        half = device == "cuda" and dtype != "float32" and runtime.impl != "reference"
-        forward = "fused" if half or runtime.deterministic else "torch"
+    forward = "fused" if runs_fused(runtime, device == "cuda", dtype == "float32") else "torch"
     if runtime.impl == "reference":
         return Hardware(device, dtype, "reference", "reference", forward)
     if importlib.util.find_spec("triton") is None:

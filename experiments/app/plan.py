@@ -14,6 +14,7 @@ import torch
 from algorithms.algorithm import AttentionCalls
 from algorithms.attention.backends.selection import backends, check_calls
 from algorithms.attention.cache import KVScales, load_kv_scales
+from algorithms.engine.settings import graph_level
 from algorithms.models.folder import is_absent, resolve_folder
 from algorithms.models.loading import Target, TargetFolder, read_target
 from algorithms.models.loading.stored import stored_tensors
@@ -27,7 +28,6 @@ from experiments.app.errors import UserError, unknown_option_message, user_error
 from experiments.app.hardware import Hardware, resolve_hardware
 from experiments.app.identity import SHARE_TARGET
 from experiments.app.schema import DRAFT_PATH, ModelConfig, RunConfig, TrackerConfig
-from experiments.app.step_times import read_step_times
 from experiments.app.task_schema import MethodsTask
 from experiments.app.workload import Workload, make_workload
 from experiments.data.prompts import load_prompts
@@ -56,7 +56,7 @@ class Plan:
     @property
     def graph(self) -> str:
         """How much of a step is captured."""
-        return self.hardware.graph_level(self.config.runtime.graph, self.config.backend.capturable)
+        return graph_level(self.config.runtime.graph, self.hardware.can_capture, self.config.backend.capturable)
 
     def kv_scales(self) -> KVScales | None:
         """This process's share of the factors of stored keys and values, which were checked before."""
@@ -207,7 +207,7 @@ def _check_backend(
     with user_errors(ValueError):
         backend = backends()[chosen.name](chosen, hardware.impl, config.runtime.deterministic)
         for asked in config.task.graphs_of(config, hardware.can_capture):
-            check_capture(hardware.graph_level(asked, chosen.capturable), hardware, backend)
+            check_capture(graph_level(asked, hardware.can_capture, chosen.capturable), hardware, backend)
         dtype, device = getattr(torch, hardware.dtype), torch.device(hardware.device)
         page_size, kv_dtype = config.runtime.page_size, kv_dtype_of(config)
         target_calls = AttentionCalls(target.config, {"prefill": "chain", "decode": "chain"})
@@ -223,7 +223,7 @@ def kv_dtype_of(config: RunConfig) -> torch.dtype | None:
 
 
 def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
-    """Refuse `runtime.adaptive` where there is nothing to choose, and step times that cannot be read."""
+    """Refuse `runtime.adaptive` where there is nothing to choose."""
     runtime = config.runtime
     if not runtime.adaptive or "runtime.adaptive" in config.task.IGNORED:
         return
@@ -240,15 +240,10 @@ def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
                 f"runtime.adaptive=true: {label} samples its drafts ({', '.join(told)}), and a number of nodes that "
                 "depends on them would change the distribution\nexpected the rule target_only"
             )
-    if runtime.adaptive_cost is not None:
-        with user_errors(ValueError):
-            read_step_times(runtime.adaptive_cost, "runtime.adaptive_cost")
 
 
 def check_capture(level: str, hardware: Hardware, backend: Any) -> None:
     """Refuse a level of capture that the device or the backend cannot have. Raises UserError."""
-    from algorithms.attention.backends.selection import backends
-
     if level == "none":
         return
     if not hardware.can_capture:

@@ -78,8 +78,6 @@ class TrackerConfig:
 
 @dataclass
 class PathsConfig:
-    """Folders."""
-
     assets: str = str(REPO_ROOT / "assets")
     """Shipped models."""
     outputs: str = "outputs"

@@ -265,12 +265,10 @@ class ReplayTask(MethodsTask):
     """How many tokens a step of each method would write, from one recorded text for all of them."""
 
     RUN = "experiments.studies.replay.task:Replay"
-    IGNORED = ("algo", "baseline", "samples", "runtime.adaptive", "runtime.adaptive_cost")
+    IGNORED = ("algo", "baseline", "samples", "runtime.adaptive")
     name: str = "replay"
     trace: str | None = None
     """Folder of an earlier run over the same prompts whose texts are taken; null decodes them autoregressively."""
-    cost: str | None = None
-    """Times of a step: a JSON file, or the folder of a run whose summary has them; null predicts no times."""
 
 
 @dataclass
@@ -280,7 +278,6 @@ class VerificationRulesTask(MethodsTask):
     RUN = "experiments.studies.rules:VerificationRules"
     IGNORED = (
         "algo", "baseline", "samples", "sampling.temperature", "sampling.seed", "runtime.graph", "runtime.adaptive",
-        "runtime.adaptive_cost",
     )  # fmt: skip
     name: str = "verification_rules"
     temperature: float = 1.0

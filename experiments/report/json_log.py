@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from experiments.app.atomic_write import write_whole
+
 
 def to_json(value: Any, indent: int | None = 2) -> str:
     """Strict JSON: NaN and infinity raise ValueError; a figure without meaning is None, hence null."""
@@ -46,7 +48,6 @@ class JsonLog:
         os.truncate(path, whole)
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add `entry` as one line."""
         if self._file is None:
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
         self._file.write(json_lines([entry]))
@@ -54,8 +55,9 @@ class JsonLog:
         self.entries.append(dict(entry))
 
     def replace(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Hold `entries` from now on; the file is to be written anew by the caller."""
+        """Hold `entries` from now on, in the file too, which changes in one move."""
         self.close()
+        write_whole(self.path, json_lines(entries))
         self.entries = list(entries)
 
     def close(self) -> None:

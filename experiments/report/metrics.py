@@ -12,8 +12,6 @@ from experiments.report.tables import DASH, Metric, Result, columns, figure, joi
 
 
 class Quantiles(TypedDict):
-    """Median and 90 % quantile."""
-
     p50: float | None
     p90: float | None
 
@@ -90,8 +88,6 @@ class Prediction(TypedDict):
 
 
 class RoundRates(TypedDict):
-    """The rates of each round."""
-
     decode_tokens_per_s: list[float]
     wall_tokens_per_s: list[float]
 
@@ -152,7 +148,6 @@ class Times(TypedDict):
     rounds: Annotated[RoundRates, Metric("The rate of each round.")]
     request_tokens_per_s: Annotated[float | None, Metric("Output tokens of a request over its time; the median.")]
     num_steps: Annotated[int, Metric("Steps of the engine in the first round.")]
-    launched_rows: Annotated[int, Metric("As row_steps, with the steps that were launched before an end was read.")]
     experts: Annotated[
         dict[str, float] | None,
         Metric(
@@ -239,10 +234,6 @@ def _accuracy(result: Result) -> str:
     return f"{shown} ({answers['cut']} truncated)" if answers and answers["cut"] else shown
 
 
-def _bad_if_any(result: Result) -> str | None:
-    return "bad" if result.get("compiled") else None
-
-
 class MethodResult(Counts, Times):
     """One method on one prompt set, compared with autoregressive decoding of the same requests."""
 
@@ -269,7 +260,12 @@ class MethodResult(Counts, Times):
     answers: Annotated[Answers | None, Metric("Numbers of right, wrong and truncated (`cut`) answers.")]
     compiled: Annotated[
         int,
-        Metric("Kernels that were compiled while the clock ran: 0 is good.", "compiled", digits=0, tone=_bad_if_any),
+        Metric(
+            "Kernels that were compiled while the clock ran: 0 is good.",
+            "compiled",
+            digits=0,
+            tone=lambda result: "bad" if result.get("compiled") else None,
+        ),
     ]
     compiled_kernels: Annotated[list[str], Metric("Their names.")]
     lossless: Annotated[

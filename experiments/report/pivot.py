@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from experiments.report import tables
 from experiments.report.intervals import interval
-from experiments.report.tables import DASH
+from experiments.report.tables import DASH, Column, Result
 
 AVERAGE = "average"
 _LATEX = {"\\": r"\textbackslash{}", "^": r"\^{}", "~": r"\~{}"} | {each: f"\\{each}" for each in "&%$#_{}"}
@@ -47,6 +48,10 @@ class Pivot:
         return list(dict.fromkeys(row for row, _ in self.cells))
 
     @property
+    def figure_names(self) -> str:
+        return " / ".join(figure.name for figure in self.figures)
+
+    @property
     def columns(self) -> list[str]:
         return list(dict.fromkeys(column for _, column in self.cells))
 
@@ -79,27 +84,22 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
 
 def markdown(pivots: Sequence[Pivot]) -> str:
     """One table per block; the best of each column is bold."""
-    blocks = []
-    for pivot in pivots:
-        lines = [["method", *pivot.columns], ["---", *["---:"] * len(pivot.columns)], *_lines(pivot, _plain)]
-        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        blocks.append(f"**{pivot.title}** ({' / '.join(figure.name for figure in pivot.figures)})\n\n{table}\n")
-    return "\n".join(blocks)
+    blocks = ((f"**{each.title}** ({each.figure_names})", tables.markdown(*_table(each))) for each in pivots)
+    return "\n".join(f"{title}\n\n{table}" for title, table in blocks)
 
 
 def html(pivots: Sequence[Pivot]) -> str:
     """As `markdown`, for a page."""
-    blocks = []
-    for pivot in pivots:
-        head = "".join(f"<th>{escape(name)}</th>" for name in pivot.columns)
-        body = "".join(
-            f"<tr><td class=text>{escape(row)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-            for row, *cells in _lines(pivot, _marked_up)
-        )
-        title = f"{pivot.title} ({' / '.join(figure.name for figure in pivot.figures)})"
-        table = f"<table><tr><th class=text>method</th>{head}</tr>{body}</table>"
-        blocks.append(f"<p>{escape(title)}</p><div class=scroll>{table}</div>")
-    return "".join(blocks)
+    titles = (f"<p>{escape(f'{each.title} ({each.figure_names})')}</p>" for each in pivots)
+    blocks = (title + tables.html_table(*_table(each)) for title, each in zip(titles, pivots, strict=True))
+    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", "".join(blocks))
+
+
+def _table(pivot: Pivot) -> tuple[list[Column], list[Result]]:
+    """Columns and lines of `pivot`, whose first column has the names of the rows."""
+    names = ["method", *pivot.columns]
+    columns = [Column(name, lambda line, name=name: line[name], numeric=name != names[0]) for name in names]  # type: ignore[misc]
+    return columns, [dict(zip(names, line, strict=True)) for line in _lines(pivot, _plain)]
 
 
 def latex(pivots: Sequence[Pivot], caption: str, label: str) -> str:
@@ -161,10 +161,6 @@ def _plain(estimate: Estimate, figure: Figure, is_best: bool) -> str:
     text = f"{estimate.value:,.{figure.digits}f}{figure.unit}"
     text += "" if estimate.half is None else f" ± {estimate.half:,.{figure.digits}f}"
     return f"**{text}**" if is_best else text
-
-
-def _marked_up(estimate: Estimate, figure: Figure, is_best: bool) -> str:
-    return _plain(estimate, figure, is_best).replace("**", "<strong>", 1).replace("**", "</strong>")
 
 
 def _mathematical(estimate: Estimate, figure: Figure, is_best: bool) -> str:

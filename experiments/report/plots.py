@@ -1,10 +1,10 @@
-"""Charts as inline SVG, readable in a file without network and in print: bars, stacked bars, lines, scatter, maps."""
+"""Charts as inline SVG, readable in a file without network and in print: bars, stacked bars, lines."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from itertools import cycle
 
@@ -23,127 +23,74 @@ LEFT, RIGHT, TOP, BOTTOM = 70, PLOT_WIDTH - 20, 20, PLOT_HEIGHT - 46  # edges of
 
 @dataclass(frozen=True)
 class Series:
-    """Points (x, y) of one colour, joined by a line unless `joined` is false."""
+    """Points (x, y) of one colour, joined by a line from left to right."""
 
     name: str
     points: Sequence[tuple[float, float]]
-    hints: Sequence[str] = ()  # shown by the pointer at each point; by default the name and both numbers
-    labels: Sequence[str] = ()  # text at each point
-    band: Sequence[tuple[float, float]] = ()  # interval of each y, drawn below the line
-    joined: bool = True
-    limit: bool = False
-    """A dashed grey line without points, named at its end: a roof or a Pareto front. It has no entry in the key."""
+    band: Sequence[tuple[float, float]] = ()  # interval of each y, of points from left to right
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """Maps values to a share in [0, 1], and says where its marks are."""
+    """A linear axis from zero, and where its marks are."""
 
     name: str
-    low: float
     high: float
     marks: Sequence[tuple[float, str]]
-    log: bool = False
-
-    def share(self, value: float) -> float:
-        scale = math.log10 if self.log else float
-        return (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
 
     @classmethod
-    def decades(cls, name: str, values: Sequence[float]) -> _Axis:
-        """A logarithmic axis with a mark at each power of ten."""
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        high = max(high, low + 1)
-        marks = [(10.0**p, f"{10**p:,}" if 0 <= p <= 6 else f"1e{p}") for p in range(low, high + 1)]
-        return cls(name, 10.0**low, 10.0**high, marks, log=True)
-
-    @classmethod
-    def from_zero(cls, name: str, values: Sequence[float], end: float | None = None) -> _Axis:
-        """A linear axis: marks at whole numbers where all values are, else at quarters of a number easy to read."""
+    def over(cls, name: str, values: Sequence[float], end: float | None = None) -> _Axis:
+        """Marks at whole numbers where all values are, else at quarters of a number easy to read."""
         most = max(values)
         if end is None and all(float(value).is_integer() for value in values):
             step = _whole_step(most / 8)
-            return cls(name, 0.0, most or 1.0, [(m, f"{m:,}") for m in range(0, math.floor(most) + 1, step)])
+            return cls(name, most or 1.0, [(m, f"{m:,}") for m in range(0, math.floor(most) + 1, step)])
         end = end or _round_up(most)
-        return cls(name, 0.0, end, [(end * q / 4, number(end * q / 4)) for q in range(5)])
+        return cls(name, end, [(end * q / 4, number(end * q / 4)) for q in range(5)])
 
 
-def chart(
-    series: Sequence[Series], title: str, axes: tuple[str, str], log: bool = False, top: float | None = None
-) -> str:
-    """A chart of all series with its key. Axes begin at zero, or have powers of ten with `log`, which leaves out points
-    that are not positive; `top` is the end of the y axis. Empty where there is no point."""
-    kept = [_sorted(each, log) for each in series]
-    kept = [each for each in kept if each.points]
-    if all(each.limit for each in kept):
+def chart(series: Sequence[Series], title: str, axes: tuple[str, str], top: float | None = None) -> str:
+    """A chart of all series with its key. Axes begin at zero; `top` is the end of the y axis. Empty where there is no
+    point."""
+    kept = [each for each in series if each.points]
+    if not kept:
         return ""
     xs, ys = ([point[i] for each in kept for point in each.points] for i in (0, 1))
     ys += [end for each in kept for _, end in each.band]
-    if log:
-        x_axis, y_axis = _Axis.decades(axes[0], xs), _Axis.decades(axes[1], ys)
-    else:
-        x_axis = _Axis.from_zero(axes[0], xs)
-        y_axis = _Axis.from_zero(axes[1], ys, top or _round_up(max(ys)))
-    names = [each.name for each in kept if not each.limit]
-    body = [_grid(x_axis, y_axis), *(_drawn(each, names, x_axis, y_axis) for each in kept)]
-    return _svg("".join(body), PLOT_HEIGHT, title, PLOT_WIDTH) + _key(zip(names, cycle(COLOURS), strict=False))
+    x_axis, y_axis = _Axis.over(axes[0], xs), _Axis.over(axes[1], ys, top or _round_up(max(ys)))
+    coloured = list(zip(kept, cycle(COLOURS), strict=False))
+    body = [_grid(x_axis, y_axis), *(_drawn(each, colour, x_axis, y_axis) for each, colour in coloured)]
+    key = _key((each.name, colour) for each, colour in coloured)
+    return _svg("".join(body), PLOT_HEIGHT, title, PLOT_WIDTH) + key
 
 
-def _sorted(series: Series, log: bool) -> Series:
-    """`series` from left to right, with a hint for each point."""
-    order = sorted(range(len(series.points)), key=lambda i: series.points[i])
-    kept = [i for i in order if not log or min(series.points[i]) > 0]
-    hints = series.hints or [f"{series.name}: {number(y)} at {number(x)}" for x, y in series.points]
-    return replace(
-        series,
-        points=[series.points[i] for i in kept],
-        hints=[hints[i] for i in kept],
-        labels=[series.labels[i] for i in kept] if series.labels else [""] * len(kept),
-        band=[series.band[i] for i in kept] if series.band else (),
-    )
-
-
-def _drawn(series: Series, names: Sequence[str], x_axis: _Axis, y_axis: _Axis) -> str:
+def _drawn(series: Series, colour: str, x_axis: _Axis, y_axis: _Axis) -> str:
     def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + x_axis.share(x) * (RIGHT - LEFT), BOTTOM - y_axis.share(y) * (BOTTOM - TOP)
+        return LEFT + x / x_axis.high * (RIGHT - LEFT), BOTTOM - y / y_axis.high * (BOTTOM - TOP)
 
     def path(points: Iterable[tuple[float, float]]) -> str:
         return " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in points)
 
-    if series.limit:
-        x, y = place(*series.points[-1])
-        return (
-            f'<polyline points="{path(series.points)}" fill="none" stroke="#8a93a3" stroke-dasharray="6 4"/>'
-            f'<text x="{x:.1f}" y="{y - 6:.1f}" text-anchor="end">{escape(series.name)}</text>'
-        )
-    colour, body = COLOURS[names.index(series.name) % len(COLOURS)], ""
+    body = ""
     if series.band:
         ends = [(x, end) for (x, _), (end, _) in zip(series.points, series.band, strict=True)]
         ends += [(x, end) for (x, _), (_, end) in reversed(list(zip(series.points, series.band, strict=True)))]
         body += f'<polygon points="{path(ends)}" fill="{colour}" opacity=".15"/>'
-    if series.joined:
-        body += f'<polyline points="{path(series.points)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-    for point, hint, label in zip(series.points, series.hints, series.labels, strict=True):
-        x, y = place(*point)
-        body += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{escape(hint)}</title></circle>'
-        if label:
-            side, anchor = (-7, "end") if x > (LEFT + RIGHT) / 2 else (7, "start")
-            body += (
-                f'<text x="{x + side:.1f}" y="{y - 5:.1f}" text-anchor="{anchor}" class="soft">{escape(label)}</text>'
-            )
+    body += f'<polyline points="{path(sorted(series.points))}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+    for x, y in series.points:
+        (left, down), hint = place(x, y), f"{series.name}: {number(y)} at {number(x)}"
+        body += f'<circle cx="{left:.1f}" cy="{down:.1f}" r="4" fill="{colour}"><title>{escape(hint)}</title></circle>'
     return body
 
 
 def _grid(x_axis: _Axis, y_axis: _Axis) -> str:
-    """Marks and names of both axes, with a line at each mark of y, and of a logarithmic x."""
+    """Marks and names of both axes, with a line at each mark of y."""
     parts = []
     for value, label in x_axis.marks:
-        x = LEFT + x_axis.share(value) * (RIGHT - LEFT)
-        if x_axis.log:
-            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}" stroke="#8884"/>')
+        x = LEFT + value / x_axis.high * (RIGHT - LEFT)
         parts.append(f'<text x="{x:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{label}</text>')
     for value, label in y_axis.marks:
-        y = BOTTOM - y_axis.share(value) * (BOTTOM - TOP)
+        y = BOTTOM - value / y_axis.high * (BOTTOM - TOP)
         parts.append(f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     middle = f'x="{(LEFT + RIGHT) // 2}" y="{PLOT_HEIGHT - 8}" text-anchor="middle" class="soft"'
@@ -182,31 +129,6 @@ def phase_bars(phases: Mapping[str, Mapping[str, float]], unit: str) -> str:
     shown = {phase for parts in phases.values() for phase in parts}
     key = _key((phase, colour) for phase, colour in PHASE_COLOURS.items() if phase in shown)
     return _svg(body, height * len(phases), "time by phase", width) + key
-
-
-def heat_map(
-    columns: Sequence[str], lines: Sequence[str], values: Sequence[Sequence[float | None]], title: str, names: str
-) -> str:
-    """A map with a field for each line and column, darker for larger values; `names` says what they are."""
-    known = [value for line in values for value in line if value is not None]
-    low, spread = min(known, default=0.0), (max(known, default=0.0) - min(known, default=0.0)) or 1.0
-    width, height, body = min(90, (WIDTH - 90) // max(1, len(columns))), 26, ""
-    for i, line in enumerate(values):
-        body += f'<text x="82" y="{i * height + 18}" text-anchor="end">{escape(lines[i])}</text>'
-        for j, value in enumerate(line):
-            if value is None:
-                continue
-            share, x, y = (value - low) / spread, 90 + j * width, i * height
-            colour = "#fff" if share > 0.5 else "#1c2330"
-            box = f'x="{x}" y="{y}" width="{width - 2}" height="{height - 2}"'
-            body += f'<rect {box} fill="#dde4fb"/><rect {box} fill="#3557d6" opacity="{share:.2f}"/>'
-            spot = f'x="{x + width // 2}" y="{y + 17}" text-anchor="middle" style="fill:{colour}"'
-            body += f"<text {spot}>{number(value)}</text>"
-    y = len(lines) * height + 14
-    for j, column in enumerate(columns):
-        body += f'<text x="{90 + j * width + width // 2}" y="{y}" text-anchor="middle">{escape(column)}</text>'
-    body += f'<text x="90" y="{y + 20}" class="soft">{escape(names)}</text>'
-    return _svg(body, y + 28, title)
 
 
 def number(value: float) -> str:

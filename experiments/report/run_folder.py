@@ -1,7 +1,6 @@
 """The folder of a run. Every file but requests.jsonl appears whole or not at all, summary.json only when a run is done.
 
-docs/reading_a_report.md lists the files. `kv_scales.safetensors` has the scales of a float8 cache (task=kv_scales), and
-`cost.json` the times of a step that task=replay predicts from.
+docs/reading_a_report.md lists the files. `kv_scales.safetensors` has the scales of a float8 cache (task=kv_scales).
 """
 
 from __future__ import annotations
@@ -18,23 +17,15 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from experiments.app.atomic_write import whole_file
+from experiments.app.atomic_write import write_whole
 from experiments.app.errors import UserError, disk_is_full, user_errors
 from experiments.app.locks import take
 from experiments.app.resume import CONFIG, STATUS, read_status
-from experiments.report.json_log import JsonLog, json_lines, to_json
+from experiments.report.json_log import JsonLog, to_json
 
 REPORT, SUMMARY, REQUESTS, DECODINGS = "report.html", "summary.json", "requests.jsonl", "decodings.jsonl"
 KV_SCALES = "kv_scales.safetensors"
 HEARTBEAT_S = 10.0
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write `path` so that a reader, or a crash, sees the old content or all of the new."""
-    with whole_file(path) as temporary, open(temporary, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _now() -> str:
@@ -57,36 +48,23 @@ class RunFolder:
         earlier = read_status(path) if resumed else {}
         started = {"started": earlier.get("started", _now())} | ({"resumed": _now()} if resumed else {})
         who = {"pid": os.getpid(), "host": socket.gethostname()}
-        self._status: dict[str, Any] = {"status": "running", **who, **started, **(about or {}), "requests": 0}
-        self._status["requests"] = len(self.requests.entries)
+        self._status: dict[str, Any] = {"status": "running", **who, **started, **(about or {})}
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, daemon=True)
 
     def start(self) -> None:
         """Write status.json, and go on to write it as long as the run lasts."""
         self._heart.start()
-        self.write(STATUS, to_json(self._status))
+        self.write(STATUS, self._status_text())
 
     @property
     def num_requests(self) -> int:
         """Requests that have ended and are on disk."""
-        return int(self._status["requests"])
+        return len(self.requests.entries)
 
     def record(self, request: Mapping[str, Any]) -> None:
         """Append a request that has ended to requests.jsonl, so that nothing which ends the run can lose it."""
         self.requests.append(request)
-        self._status["requests"] = len(self.requests.entries)
-
-    def replace_requests(self, requests: list[dict[str, Any]]) -> None:
-        """Let requests.jsonl hold these."""
-        self.requests.replace(requests)
-        self.write(REQUESTS, json_lines(requests))
-        self._status["requests"] = len(requests)
-
-    def replace_decodings(self, decodings: list[dict[str, Any]]) -> None:
-        """Let decodings.jsonl hold these."""
-        self.decodings.replace(decodings)
-        self.write(DECODINGS, json_lines(decodings))
 
     def write(self, name: str, content: str | bytes) -> None:
         """Write one file, whole."""
@@ -131,9 +109,12 @@ class RunFolder:
             self._status["heartbeat"] = _now()
             self._write_status()
 
+    def _status_text(self) -> str:
+        return to_json({**self._status, "requests": self.num_requests})
+
     def _write_status(self) -> None:
         """Write status.json. On a full disk the new text goes into the place that the old one has."""
-        text = to_json(dict(self._status))
+        text = self._status_text()
         try:
             self.write(STATUS, text)
         except OSError:

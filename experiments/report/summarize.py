@@ -118,7 +118,6 @@ def summarize_times(rounds: Sequence[Generation]) -> Times:
         "rounds": {"decode_tokens_per_s": decode, "wall_tokens_per_s": wall},
         "request_tokens_per_s": quantiles(rates, median=0.5)["median"],
         "num_steps": num_steps,
-        "launched_rows": rounds[0].launched_rows if rounds else 0,
         "experts": rounds[0].experts if rounds else None,
         "ttft_ms": quantiles([c.ttft_ms for g in rounds for c in g.completions], p50=0.5, p90=0.9),
         "step_ms": steps,

@@ -55,8 +55,6 @@ class Metric:
     tone: Callable[[Result], str | None] = lambda result: None
 
     def column(self, path: str, numeric: bool) -> Column:
-        """The column of the key at `path`."""
-
         def figures(result: Result) -> str:
             value, interval = at(result, path), at(result, f"{path}_interval")
             if value is None or isinstance(value, str):
@@ -131,7 +129,6 @@ def with_values(columns: Sequence[Column], results: Sequence[Result]) -> list[Co
 
 
 def console_table(title: str, columns: Sequence[Column], results: Sequence[Result]) -> RichTable:
-    """The table for a terminal."""
     table = WholeWords(title=Text(title))
     columns = [column for column in with_values(columns, results) if column.narrow]
     for column in columns:
@@ -149,7 +146,6 @@ def console_table(title: str, columns: Sequence[Column], results: Sequence[Resul
 
 
 def markdown(columns: Sequence[Column], results: Sequence[Result]) -> str:
-    """The table in Markdown."""
     columns = with_values(columns, results)
     head = [column.title for column in columns]
     rule = ["---:" if column.numeric else "---" for column in columns]
@@ -158,7 +154,6 @@ def markdown(columns: Sequence[Column], results: Sequence[Result]) -> str:
 
 
 def html_table(columns: Sequence[Column], results: Sequence[Result]) -> str:
-    """The table in HTML."""
     columns = with_values(columns, results)
 
     def cell(tag: str, column: Column, content: str, tone: str | None = None) -> str:

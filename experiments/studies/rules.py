@@ -15,8 +15,9 @@ from typing import Annotated, Any, TypedDict
 
 from torch import Tensor
 
-from algorithms.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.algorithm import Algorithm, Batch, DraftTree
 from algorithms.drafting.draft_sampling import DraftSampling
+from algorithms.drafting.wrapper import Wrapper
 from algorithms.engine.request import EngineError
 from experiments.app.errors import UserError, user_errors
 from experiments.report.intervals import ratio_interval
@@ -27,24 +28,20 @@ from specdec_kernels import SamplingTensors
 from specdec_kernels.verify import draft_by_node, expected_accepted
 
 
-class Probe(Algorithm):
+class Probe(Wrapper):
     """`inner` drafts and learns; `rules` are applied to its samples."""
 
     name = "rules_probe"
-    graph = "none"
 
     def __init__(self, inner: Algorithm, rules: Sequence[str]) -> None:
-        self._inner, self._rules = inner, rules
+        self.wrap(inner)
+        self._rules = rules
         self.chain, self.num_nodes, self.max_depth = inner.chain, inner.num_nodes, inner.max_depth
-        self.target_layers, self.draft_slots, self.needs_draft_model = inner.target_layers, inner.draft_slots, True
         self.found: dict[int, list[list[float]]] = {}
         """Seed of the request to, for each step, the expected number of accepted drafts under each rule."""
 
-    def bind(self, resources: Resources) -> None:
-        self._inner.bind(resources)
-
     def propose(self, batch: Batch) -> DraftTree:
-        self._sampled = self._inner.propose(batch)
+        self._sampled = self.inner[0].propose(batch)
         return replace(self._sampled, draft_probs=None, draft_rows=None)
 
     def inspect(self, batch: Batch, tree: DraftTree, logits: Tensor, sampling: SamplingTensors) -> None:
@@ -58,14 +55,8 @@ class Probe(Algorithm):
             if runs:
                 self.found.setdefault(seed, []).append(of_rules)
 
-    def observe(self, seen: Observation) -> None:
-        self._inner.observe(seen)
-
-    def move_slot(self, source: int, target: int) -> None:
-        self._inner.move_slot(source, target)
-
     def reset(self) -> None:
-        self._inner.reset()
+        super().reset()
         self.found.clear()
 
 
@@ -124,7 +115,6 @@ class VerificationRules(Task):
         return [result for label, algo in self.plan.methods.items() for result in self._of_method(label, algo)]
 
     def _of_method(self, label: str, algo: Any) -> list[Result]:
-        """All rules on the drafts of one method."""
         (workload,) = self.plan.workloads
         algorithm = make_algorithm(self.plan, self.target, algo)
         if algorithm.rule == "target_only":
@@ -135,7 +125,7 @@ class VerificationRules(Task):
         rules = sampling.exact_rules
         probe = Probe(algorithm, rules)
         # All rules judge whole trees.
-        plan = self.plan.varied(adaptive=False, adaptive_cost=None)
+        plan = self.plan.varied(adaptive=False)
         engine, _ = engine_of(plan, self.target, probe, workload.max_length)
         settings = dict(temperature=self.plan.config.task.temperature)
         # The probe keys its figures by the seed of a request.

@@ -40,9 +40,8 @@ EXTRAS = {
     "slurm": ("hydra_submitit_launcher", "slurm"),
     "ray": ("hydra_ray_launcher", "ray"),
     "ray_cluster": ("hydra_ray_launcher", "ray"),
-    "optuna": ("hydra_optuna_sweeper", "optuna"),
 }
-"""Option of hydra/launcher or hydra/sweeper to the plugin that it needs, and the extra that installs it."""
+"""Launcher to the plugin that it needs, and the extra that installs it."""
 SHARING = ("basic", "gpus")  # launchers that can keep a process for several jobs
 JOBS_CONFIG = "sweep_jobs"
 
@@ -86,7 +85,7 @@ def parse(arguments: Sequence[str], params: Mapping[str, Any] | None = None) -> 
         if is_own and override.is_sweep_override():
             raise UserError(f"{key} is a setting of the sweep: expected one value, got {text}")
         if override.is_sweep_override() and not override.is_discrete_sweep():
-            raise UserError(f"{text}: only hydra/sweeper=optuna searches an interval; give a list of values")
+            raise UserError(f"{text}: expected a list of values")
         if is_own:
             own.append(text)
         elif override.is_sweep_override():
@@ -98,12 +97,12 @@ def parse(arguments: Sequence[str], params: Mapping[str, Any] | None = None) -> 
     return Grid([list(job) for job in itertools.product(*values.values())], keys, common, tuple(own))
 
 
-def expect_plugin(group: str, option: str) -> None:
-    """Raise UserError naming what a launcher or a sweeper needs and this machine lacks."""
-    package, extra = EXTRAS.get(option, (None, None))
+def expect_plugin(launcher: str) -> None:
+    """Raise UserError naming what a launcher needs and this machine lacks."""
+    package, extra = EXTRAS.get(launcher, (None, None))
     if package is not None and find_spec(f"hydra_plugins.{package}") is None:
-        raise UserError(f"{group}={option} needs a package that is not installed\npip install -e '.[{extra}]'")
-    if option == "slurm" and shutil.which("sbatch") is None:
+        raise UserError(f"hydra/launcher={launcher} needs a package that is not installed\npip install -e '.[{extra}]'")
+    if launcher == "slurm" and shutil.which("sbatch") is None:
         raise UserError("hydra/launcher=slurm submits jobs with sbatch, which this machine does not have")
 
 
@@ -114,7 +113,7 @@ def resolve(arguments: Sequence[str], config_name: str, program: Sequence[str]) 
         typed = parse(arguments)
         for group, _, option in (text.partition("=") for text in typed.own):
             if group == "hydra/launcher":
-                expect_plugin(group, option)
+                expect_plugin(option)
         base = _base(typed, config_name)
         with user_errors(ValueError):
             settings = cast(SweepConfig, OmegaConf.to_object(base.sweep))
@@ -167,13 +166,6 @@ def _record(composed: DictConfig, job: list[str], program: Sequence[str]) -> Job
     return new_record(composed, job, program)
 
 
-def folder_of(arguments: Sequence[str], config_name: str) -> Path:
-    """The folder of the sweep that `arguments` name."""
-    own = [text for text in arguments if text.startswith(("sweep.", "paths."))]
-    with hydra.initialize_config_dir(config_dir=str(CONFIG_FOLDER), version_base="1.3"):
-        return Path(_base(parse(own), config_name).hydra.sweep.dir)
-
-
 def begin(sweep: Sweep, command: Sequence[str]) -> list[JobRecord]:
     """Enter the jobs into the folder of the sweep, and return those that are to run."""
     sweep.folder.begin(sweep.keys, [record.id for record in sweep.jobs], command)
@@ -197,13 +189,13 @@ def launch(sweep: Sweep, todo: Sequence[JobRecord]) -> None:
         "job": ",".join(quoted(record.id) for record in todo),
     }
     chosen = [f"hydra/launcher={sweep.launcher}", *sweep.launcher_settings]
-    run_hydra(["-m", *chosen, *(f"{key}={value}" for key, value in own.items())], JOBS_CONFIG)
+    run_hydra(["-m", *chosen, *(f"{key}={value}" for key, value in own.items())])
 
 
-def run_hydra(arguments: Sequence[str], config_name: str) -> None:
-    """Let Hydra's own sweeper and launcher call `run_one` for every job of `arguments`."""
+def run_hydra(arguments: Sequence[str]) -> None:
+    """Let Hydra's own launcher call `run_one` for every job of `arguments`."""
     before, sys.argv = sys.argv, [sys.argv[0], *arguments]
     try:
-        hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=config_name)(run_one)()
+        hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER), config_name=JOBS_CONFIG)(run_one)()
     finally:
         sys.argv = before

@@ -1,4 +1,4 @@
-"""The figures of a sweep: lines over a swept key, a map over two, the Pareto front of each prompt set."""
+"""The figure of a sweep: lines over a swept key."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.app.provenance import short_revision
-from experiments.report.plots import Series, chart, heat_map
+from experiments.report.plots import Series, chart
 from experiments.report.tables import words
-from experiments.sweep.frame import WHERE, Line, distinct, grouped, is_number, numbers, numeric, pareto
+from experiments.sweep.frame import WHERE, Line, distinct, grouped, is_number, numbers
 
-PER_REQUEST, IN_ALL = "request_tokens_per_s", "wall_tokens_per_s"
-MOST_LINES, MOST_MAPS = 10, 6
+MOST_LINES = 10
 
 
 def over(found: Sequence[Line], keys: Sequence[str], x: str, metric: str) -> str:
@@ -24,42 +23,6 @@ def over(found: Sequence[Line], keys: Sequence[str], x: str, metric: str) -> str
         band = [(max(0.0, line[low]), line[high]) for line in part] if with_ends else ()
         series.append(Series(name or words(metric), [(line[x], line[metric]) for line in part], band=band))
     return chart(series, f"{words(metric)} over {x}", (x, words(metric)))
-
-
-def over_two(found: Sequence[Line], keys: Sequence[str], x: str, y: str, metric: str) -> str:
-    """A map of `metric` over two keys, one for each combination of the other keys."""
-    maps = []
-    for name, part in _parts(numbers(found, x, y, metric), [key for key in keys if key not in (x, y)])[:MOST_MAPS]:
-        across, down, cells = sorted(distinct(part, x)), sorted(distinct(part, y), reverse=True), grouped(part, [x, y])
-        measured = [[[line[metric] for line in cells.get((i, j), [])] for i in across] for j in down]
-        means = [[sum(values) / len(values) if values else None for values in line] for line in measured]
-        axes = f"{name + ': ' if name else ''}{words(metric)} over {x} (across) and {y} (down)"
-        maps.append(heat_map([f"{i:g}" for i in across], [f"{j:g}" for j in down], means, words(metric), axes))
-    return "".join(maps)
-
-
-def fronts(found: Sequence[Line], keys: Sequence[str]) -> list[tuple[str, str]]:
-    """(title, chart) of tokens/s of a request against tokens/s in all, one for each prompt set."""
-    kept = numbers(found, PER_REQUEST, IN_ALL)
-    sets = grouped(kept, ["data"]) if len(distinct(kept, "data")) > 1 else {("",): kept}
-    charts = []
-    for (name,), part in sets.items():
-        told = numeric(part, keys)
-        series = [
-            Series(
-                label or "jobs",
-                [(line[PER_REQUEST], line[IN_ALL]) for line in points],
-                labels=[" ".join(_named(key, line.get(key)) for key in told) for line in points],
-                joined=False,
-            )
-            for label, points in _parts(part, [key for key in keys if key not in (*told, "data")])
-        ]
-        front = [(line[PER_REQUEST], line[IN_ALL]) for line in pareto(part, PER_REQUEST, IN_ALL)]
-        title = "Tokens/s of a request and of all requests together" + (f", {name}" if name else "")
-        axes = ("tokens/s of a request (median)", "tokens/s of all requests together")
-        limits = [Series("Pareto front", front, limit=True)] if len(front) > 1 else []
-        charts.append((title, chart([*series, *limits], title, axes) if front else ""))
-    return charts
 
 
 def _parts(found: Sequence[Line], keys: Sequence[str]) -> list[tuple[str, list[Line]]]:

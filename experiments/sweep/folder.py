@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.app.atomic_write import write_whole
 from experiments.app.locks import locked
 from experiments.app.resume import STATUS
-from experiments.report.run_folder import SUMMARY, to_json, write_whole
+from experiments.report.run_folder import SUMMARY, to_json
 from experiments.report.tables import Column
 
 DONE, RUNNING, REFUSED, FAILED, KILLED, OPEN = "done", "running", "refused", "failed", "killed", "open"
@@ -45,7 +46,7 @@ class JobRecord:
     reason: str = ""
     exit_code: int | None = None
     wall_s: float | None = None
-    value: float | None = None  # the figure that a sweep maximises
+    value: float | None = None  # the figure of the task, for the table of the sweep
 
 
 class SweepFolder:

@@ -61,7 +61,6 @@ def distinct(lines: Sequence[Line], column: str) -> list[Any]:
 
 
 def grouped(lines: Sequence[Line], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Line]]:
-    """The lines of each combination of `keys`."""
     found: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:
         found.setdefault(tuple(line.get(key) for key in keys), []).append(line)
@@ -125,7 +124,6 @@ def is_number(value: Any) -> bool:
 
 
 def numbers(lines: Sequence[Line], *columns: str) -> list[Line]:
-    """The lines that have a number in each of `columns`."""
     return [line for line in lines if all(is_number(line.get(column)) for column in columns)]
 
 
@@ -158,12 +156,3 @@ def best_lines(lines: Sequence[Line], group: Sequence[str], metric: str) -> list
     value: Callable[[Line], Any] = lambda line: -line[metric] if is_time(metric) else line[metric]  # noqa: E731
     best = [max(part, key=value) for part in grouped(numbers(lines, metric), group).values()]
     return [line for line in lines if any(line is each for each in best)]
-
-
-def pareto(lines: Sequence[Line], x: str, y: str) -> list[Line]:
-    """The lines that no other line beats in both figures, in the order of x."""
-    found: list[Line] = []
-    for line in sorted(numbers(lines, x, y), key=lambda line: (line[x], line[y]), reverse=True):
-        if not found or line[y] > found[-1][y]:
-            found.append(line)
-    return found[::-1]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +18,6 @@ from experiments.app.identity import job_id, what_matters
 from experiments.app.resume import check_unchanged, read_status
 from experiments.sweep.folder import DONE, FAILED, REFUSED, UNFINISHED, JobRecord, SweepFolder
 
-PROGRAM = "SPECDEC_PROGRAM"  # the program of a search, for the processes of its launcher
 JOB_KEYS = ("sweep.share_baseline=",)  # settings of a sweep that a job has too
 Task = Callable[[Any, DictConfig], Any]
 
@@ -107,24 +103,10 @@ def _resumed(config: Any, composed: DictConfig, job: Job) -> Any:
 
 
 def new_record(cfg: DictConfig, overrides: list[str], program: Sequence[str]) -> JobRecord:
-    """The record of a job that has not started."""
     kept = [text for text in overrides if text.startswith(JOB_KEYS) or not text.startswith(("sweep.", "hydra."))]
     return JobRecord(job_id(cfg), kept, list(program), what_matters(cfg))
 
 
-def located(cfg: DictConfig, composed: Any) -> Job:
-    """The job of what Hydra has composed: either the id of a job, or the whole configuration that a search chose.
-    `composed` is Hydra's own node."""
-    if "job" in cfg:
-        return Job(SweepFolder(Path(cfg.folder)), str(cfg.job), bool(cfg.force))
-    folder = SweepFolder(Path(composed.sweep.dir))
-    record = new_record(cfg, list(composed.overrides.task), json.loads(os.environ[PROGRAM]))
-    if folder.record(record.id) is None:
-        folder.begin([], [record.id], sys.argv)
-        folder.write(record)
-    return Job(folder, record.id, bool(cfg.sweep.force))
-
-
-def objective(record: JobRecord) -> float | None:
-    """The figure that a search maximises: 0 where outputs are not lossless, None where there is none."""
-    return 0.0 if record.exit_code == NotLossless.exit_code else record.value
+def located(cfg: DictConfig) -> Job:
+    """The job whose id is in what Hydra has composed."""
+    return Job(SweepFolder(Path(cfg.folder)), str(cfg.job), bool(cfg.force))

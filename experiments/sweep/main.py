@@ -10,12 +10,8 @@ Exit codes of a run are in `cli`. A sweep exits with 1 where a job failed or was
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -33,18 +29,10 @@ from experiments.report.tables import Column, console_table, figure, words
 from experiments.sweep import driver
 from experiments.sweep.driver import Sweep
 from experiments.sweep.folder import DONE, FAILED, KILLED, OPEN, REFUSED, RUNNING, STATE, JobRecord
-from experiments.sweep.job import PROGRAM, Task, as_job
+from experiments.sweep.job import Task, as_job
 
 MULTIRUN = ("-m", "--multirun")
 SHORT = {"sweep": "sweep.name", "shard": "sweep.shard"}  # keys that are typed shorter than they are called
-SEARCH = {
-    "hydra.sweeper.direction": "maximize",
-    "hydra.sweeper.n_jobs": "1",
-    "hydra.sweeper.max_failure_rate": "1.0",
-    "hydra.sweeper.sampler.seed": "0",
-}
-"""Settings of hydra/sweeper=optuna: a task's figure is maximised, and a refused combination ends no search."""
-RESULTS = "optimization_results.yaml"
 
 
 def main(task: Task, program: Sequence[str], config_name: str = MAIN_CONFIG) -> None:
@@ -63,8 +51,7 @@ def main(task: Task, program: Sequence[str], config_name: str = MAIN_CONFIG) -> 
     with cli.exits_of_errors(config_name):
         if options := [argument for argument in overrides if argument.startswith("-")]:
             raise UserError(f"a sweep takes settings alone, got the option {options[0]}")
-        searches = any(re.fullmatch(r"hydra/sweeper=(?!basic$).+", text) for text in overrides)
-        code = (_search if searches else _sweep)(overrides, program, config_name)
+        code = _sweep(overrides, program, config_name)
     sys.exit(code)
 
 
@@ -74,22 +61,6 @@ def long_name(argument: str) -> str:
     return f"{SHORT[key]}={value}" if equals and key in SHORT else argument
 
 
-def _search(overrides: Sequence[str], program: Sequence[str], config_name: str) -> int:
-    """Let the chosen sweeper choose the jobs, one after the other."""
-    typed = dict(text.partition("=")[::2] for text in overrides)
-    driver.expect_plugin("hydra/sweeper", typed["hydra/sweeper"])
-    if "sweep.name" not in typed:
-        raise UserError("a search is a sweep with a name: add sweep=NAME")
-    preset = [f"{key}={value}" for key, value in SEARCH.items() if key not in typed]
-    os.environ[PROGRAM] = json.dumps(list(program))
-    driver.run_hydra(["-m", *preset, *overrides], config_name)
-    folder = driver.folder_of(overrides, config_name)
-    if (results := folder / RESULTS).exists():
-        print(results.read_text(encoding="utf-8"), end="")
-    print(f"python -m experiments.collect {shlex.quote(str(folder))}")
-    return 0
-
-
 def _sweep(overrides: Sequence[str], program: Sequence[str], config_name: str) -> int:
     """Run the jobs of a grid that are not done, and show all of them. Returns the exit code."""
     console, sweep = plain_console(), driver.resolve(overrides, config_name, program)
@@ -97,7 +68,6 @@ def _sweep(overrides: Sequence[str], program: Sequence[str], config_name: str) -
     if sweep.settings.list:
         states = _table(console, sweep)
         say(f"{_counts(states)} · {sweep.folder.path}")
-        say(_rest(sweep, states), end="")
         return 0
     todo = driver.begin(sweep, [*sys.argv])
     states = sweep.states()
@@ -107,7 +77,6 @@ def _sweep(overrides: Sequence[str], program: Sequence[str], config_name: str) -
     revision = git_revision()
     if old := sum(summary.get("revision") != revision for summary in summaries):
         say(f"warning: {old} of them ran at another revision; sweep.force=true runs them again", style="yellow")
-    say(_rest(sweep, states), end="")
     try:
         if todo:
             driver.launch(sweep, todo)
@@ -129,16 +98,8 @@ def _records(sweep: Sweep) -> list[JobRecord]:
     return [sweep.folder.record(record.id) or record for record in sweep.jobs]
 
 
-def _rest(sweep: Sweep, states: dict[str, str]) -> str:
-    """A line that says how long the rest may take, by the mean of the jobs that are done; empty below a second."""
-    taken = [record.wall_s for record in sweep.folder.records() if record.wall_s is not None and record.ended == DONE]
-    rest = sum(state in (OPEN, KILLED, FAILED) for state in states.values()) * sum(taken) / max(1, len(taken))
-    text = time.strftime("%H:%M:%S", time.gmtime(round(rest)))
-    return f"the rest takes about {text}, one job after the other\n" if rest >= 1 else ""
-
-
 def _table(console: Console, sweep: Sweep) -> dict[str, str]:
-    """Print the jobs, with the figure that the sweep maximises, and return their states."""
+    """Print the jobs, with the figure of each, and return their states."""
     states = sweep.states()
     names = {(sweep.folder.summary(job) or {}).get("objective") for job, state in states.items() if state == DONE}
     heading = words(str(names.pop())) if len(names) == 1 and None not in names else "value"

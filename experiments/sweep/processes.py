@@ -20,14 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from experiments.app.errors import UserError
 from experiments.app.identity import SHARE_TARGET, target_id
 from experiments.app.schema import REPO_ROOT
-from experiments.sweep.folder import DONE, FAILED, KILLED, REFUSED, RUNNING, JobRecord
-from experiments.sweep.job import Job, located, objective
+from experiments.sweep.folder import DONE, FAILED, KILLED, REFUSED, RUNNING
+from experiments.sweep.job import Job, located
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PR_SET_PDEATHSIG = 1
@@ -57,13 +56,13 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, [str(REPO_ROOT), os.environ.get("PYTHONPATH")]))
 
 
-def run_one(cfg: DictConfig) -> float | None:
-    """Run one job, for a launcher of Hydra on any machine, and return the figure to maximise."""
-    return objective(run_jobs([located(cfg, HydraConfig.get())], slots(0))[0])
+def run_one(cfg: DictConfig) -> None:
+    """Run one job, for a launcher of Hydra on any machine."""
+    run_jobs([located(cfg)], slots(0))
 
 
-def run_jobs(jobs: Sequence[Job], slots: Sequence[dict[str, str]], share: bool = False) -> list[JobRecord]:
-    """Run `jobs` that are not done and return their records. An interrupt ends the processes that run."""
+def run_jobs(jobs: Sequence[Job], slots: Sequence[dict[str, str]], share: bool = False) -> None:
+    """Run `jobs` that are not done. An interrupt ends the processes that run."""
     targets = {job.id: target_id(job.record.config) if share else job.id for job in jobs}
     waiting = deque(sorted((job for job in jobs if not job.done), key=lambda job: targets[job.id] if share else ""))
     workers: set[Worker] = set()
@@ -91,7 +90,6 @@ def run_jobs(jobs: Sequence[Job], slots: Sequence[dict[str, str]], share: bool =
             for worker in workers:
                 worker.process.terminate()
             raise
-    return [job.record for job in jobs]
 
 
 class Worker:

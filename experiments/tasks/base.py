@@ -58,7 +58,7 @@ class Task:
 
     name: ClassVar[str]
     columns: ClassVar[Sequence[Column]]
-    objective: ClassVar[str]  # key of the figure that a sweep maximises
+    objective: ClassVar[str]  # key of the figure that stands for a run in the table of a sweep
 
     keeps_parts: ClassVar[bool] = True  # whether a resumed run takes over requests of a decoding that was not finished
 
@@ -88,7 +88,6 @@ class Task:
         return str(result["method"])
 
     def warnings(self, results: Sequence[Result]) -> list[str]:
-        """Warnings for a reader of the table."""
         dtype, exact = self.plan.hardware.dtype, self.plan.exact
         notes = [note for workload in self.plan.workloads for note in workload.notes]
         labelled = [(self.label(result), result) for result in results]
@@ -105,7 +104,7 @@ class Task:
         return max(reversed(results), key=lambda result: result.get(self.objective) or 0.0)
 
     def value(self, results: Sequence[Result]) -> float:
-        """The figure that a sweep maximises."""
+        """The figure of the run in the table of a sweep."""
         return float(self.best(results).get(self.objective) or 0.0)
 
     def headline(self, results: Sequence[Result]) -> list[Card]:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from algorithms.engine.request import Request
+from experiments.app.atomic_write import write_whole
 from experiments.app.conversation import Conversations
 from experiments.app.identity import digest
 from experiments.app.locks import locked
@@ -20,7 +21,6 @@ from experiments.app.plan import Plan
 from experiments.app.provenance import git_revision, machine, versions
 from experiments.app.workload import Workload
 from experiments.report.json_log import to_json
-from experiments.report.run_folder import write_whole
 from experiments.tasks.decoding import Decoded
 from experiments.tasks.resumed import Key, completions, decoding_entry, rebuilt, request_entry, still_to_do
 

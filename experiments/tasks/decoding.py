@@ -17,12 +17,10 @@ from algorithms.engine.request import Request
 from algorithms.engine.session import Generation
 from algorithms.models.loading import Target
 from algorithms.registry import available
-from algorithms.step.adaptive import StepCosts
 from algorithms.step.runner import buckets
 from algorithms.step.sampling_params import SamplingNeeds
 from experiments.app.errors import UserError, user_errors
 from experiments.app.plan import Plan, kv_dtype_of
-from experiments.app.step_times import read_step_times
 from experiments.app.workload import Workload
 from experiments.report import summarize
 from experiments.report.metrics import MethodResult
@@ -121,15 +119,11 @@ def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) ->
         kv_dtype="auto" if kv_dtype_of(config) is None else runtime.kv_dtype,
         kv_scales=None,
     )
-    costs, path = None, runtime.adaptive_cost
     with _memory_errors(), user_errors(ValueError, OSError):
-        if path is not None and algorithm.num_nodes > 1:
-            times = read_step_times(path, "runtime.adaptive_cost").kinds_of(algorithm.name, AUTOREGRESSIVE)
-            costs = StepCosts({(time.batch, time.nodes): time.step_ms for time in times})
         # A backend records what served each phase, so every decoding has one of its own.
         backend = load_backend(config.backend, impl, runtime.deterministic)
         grammars = next((workload.grammars for workload in plan.workloads if workload.grammars), None)
-        given: Any = dict(grammars=grammars, kv_scales=plan.kv_scales(), step_costs=costs)
+        given: Any = dict(grammars=grammars, kv_scales=plan.kv_scales())
         return Engine(target, algorithm, backend, settings, plan.tokenizer.decode, **given), backend
 
 

@@ -26,8 +26,6 @@ LARGEST_E4M3 = 448.0
 
 
 class ScaleResult(TypedDict):
-    """One layer."""
-
     layer: Annotated[int, Metric("Layer of the target.", "layer", digits=0)]
     largest_key: Annotated[float, Metric("Largest magnitude of a key over the prompts.", "largest |key|", digits=3)]
     largest_value: Annotated[float, Metric("Largest magnitude of a value.", "largest |value|", digits=3)]

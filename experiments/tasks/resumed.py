@@ -85,7 +85,7 @@ def finished(folder: RunFolder, key: Key) -> dict[int, Completion]:
 
 def drop(folder: RunFolder, key: Key) -> None:
     """Drop the requests of a decoding that has to begin again."""
-    folder.replace_requests([entry for entry in folder.requests.entries if not key.fits(entry)])
+    folder.requests.replace([entry for entry in folder.requests.entries if not key.fits(entry)])
 
 
 def drop_unless_together(folder: RunFolder, data: str, methods: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ def drop_unless_together(folder: RunFolder, data: str, methods: Sequence[str]) -
     first = [entry for entry in of_methods if entry["round"] == 0]
     if len(first) == len(methods) and len({entry["process"] for entry in first}) == 1:
         return
-    folder.replace_decodings([entry for entry in folder.decodings.entries if entry not in of_methods])
+    folder.decodings.replace([entry for entry in folder.decodings.entries if entry not in of_methods])
     for method in methods:
         drop(folder, Key(data, method))
 

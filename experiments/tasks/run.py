@@ -37,7 +37,7 @@ def own_name(overrides: Sequence[str]) -> str:
 
 
 def run_task(config: RunConfig, composed: DictConfig) -> float:
-    """Run the configured task. Returns the figure that a sweep maximises. Raises NotLossless, after everything is
+    """Run the configured task. Returns the figure for the table of a sweep. Raises NotLossless, after everything is
     written and shown, where outputs are wrong."""
     from experiments.app.distributed import output_folder
     from experiments.app.errors import NotLossless
@@ -79,7 +79,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
         if config.sweep.name is not None and config.sweep.share_baseline and config.runtime.tensor_parallel == 1:
             task.baselines = baselines.BaselineStore(folder.path.parent / baselines.FOLDER)
         results = task.measure()
-        folder.replace_requests(task.requests_in_order())
+        folder.requests.replace(task.requests_in_order())
         notes, failures = task.warnings(results), task.failures(results)
         summary = _write(task, command(typed), results, notes, failures)
         notes += tracker.finish(summary, task.best(results))

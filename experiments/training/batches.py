@@ -45,7 +45,6 @@ class Text:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """The tokens of each prompt."""
         first = np.cumsum(self.lengths) - self.lengths
         return [self.tokens[i : i + n].tolist() for i, n in zip(first, self.starts, strict=True)]
 

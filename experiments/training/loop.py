@@ -85,13 +85,7 @@ class TrainSettings:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU computes."""
         return self.device.startswith("cuda")
-
-    @property
-    def frozen_dtype(self) -> torch.dtype:
-        """Dtype of frozen weights."""
-        return torch.bfloat16 if self.autocast and self.on_gpu else torch.float32
 
     def precision(self) -> torch.autocast:
         """The context in which losses are computed."""

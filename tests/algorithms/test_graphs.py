@@ -151,8 +151,8 @@ class KernelMixed(Mixed):
     walk on the host too."""
 
     def bind(self, resources: Resources) -> None:
-        self._parts[0].bind(replace(resources, impl="triton"))
-        self._parts[1].bind(resources)
+        self.inner[0].bind(replace(resources, impl="triton"))
+        self.inner[1].bind(resources)
         self._impl, self._needs_path_probs = "triton", resources.needs_path_probs
 
 

@@ -135,7 +135,7 @@ def test_the_likeliest_nodes_of_both_drafts_are_kept(monkeypatch: pytest.MonkeyP
     sure = torch.tensor([[1.0, 0.9, 0.2, 0.8, 0.7, 0.6, 0.1]]).expand(3, -1).contiguous()
     tree = DraftTree(tokens, kernels.build_tree(parents, LENGTHS, impl="reference"), path_probs=sure)
     monkeypatch.setattr(algorithm, "_joined", lambda *_: tree)
-    for part in algorithm._parts:
+    for part in algorithm.inner:
         monkeypatch.setattr(part, "propose", lambda _: tree)
         monkeypatch.setattr(part, "propose_few", lambda _, few: tree)
     kept = algorithm.propose_few(SimpleNamespace(lengths=LENGTHS, last_tokens=ROOT), 5)

@@ -17,7 +17,7 @@ from experiments.app.errors import UserError
 from experiments.report.tables import Column, console_table
 from experiments.sweep import figures
 from experiments.sweep.folder import DONE, FAILED, REFUSED, JobRecord, SweepFolder
-from experiments.sweep.frame import best_lines, distinct, is_time, pareto, read
+from experiments.sweep.frame import best_lines, distinct, is_time, read
 from tests.experiments.toy_sweep import summary
 
 
@@ -46,7 +46,7 @@ def collected(*arguments: Any) -> None:
 
 
 def test_a_half_finished_sweep_is_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the terminal and in files: the best lines have bold figures in LaTeX."""
+    """On the terminal and in files."""
     folder = sweep_of(tmp_path / "a")
     collected(folder.path, "metrics=speedup_decode,tokens_per_step")
     rows = list(csv.DictReader((folder.path / "table.csv").open()))
@@ -60,16 +60,14 @@ def test_a_half_finished_sweep_is_one_table(tmp_path: Path, capsys: pytest.Captu
     assert "| dflash | 4 | done | 4.10 ± 3.90 | 4.10 | best |" in text and "| out of memory |" in text
     lines = [json.loads(line) for line in (folder.path / "table.jsonl").read_text().splitlines()]
     assert len(lines) == 8 and lines[0]["machine"] == "toy" and lines[0]["wall_s"] == 1.5
-    text = (folder.path / "table.tex").read_text()
-    assert r"\textbf{4.10 $\pm$ 3.90}" in text and "state" not in text and text.startswith(r"\begin{tabular}{lrrr}")
 
 
 def test_the_page_has_the_best_lines_and_figures(tmp_path: Path) -> None:
     folder = sweep_of(tmp_path / "a")
     collected(folder.path, "metrics=speedup_decode", "out=" + str(tmp_path / "elsewhere"))
     page = (tmp_path / "elsewhere/sweep.html").read_text()
-    assert page.count("<svg") == 2 and "Best decode speedup for each algo" in page, "a map needs two keys of numbers"
-    assert "decode speedup over data.limit" in page and "Pareto front" in page
+    assert page.count("<svg") == 1 and "Best decode speedup for each algo" in page
+    assert "decode speedup over data.limit" in page
     assert not (folder.path / "table.csv").exists()
 
 
@@ -80,12 +78,6 @@ def test_a_line_names_a_revision_only_where_nothing_else_tells_it() -> None:
     assert "aaaaaaa</span>" in figures.over(
         [line | {"algo": "x"} for line in lines], ["algo", "n", "revision"], "n", "speed"
     )
-
-
-def test_a_map_shades_its_values_by_size() -> None:
-    lines = [{"x": x, "y": y, "speed": float(x * y)} for x in (1, 2) for y in (1, 3)]
-    drawn = figures.over_two(lines, ["x", "y"], "x", "y", "speed")
-    assert drawn.index(">3<") < drawn.index(">6<") < drawn.index(">1<") and 'opacity="1.00"' in drawn
 
 
 def test_rows_of_several_folders_meet_once(tmp_path: Path) -> None:
@@ -146,12 +138,11 @@ def test_a_swept_option_is_shown_as_it_was_typed(tmp_path: Path, key: str, value
     assert keys == [key] and [line[key] for line in lines] == values
 
 
-def test_the_best_lines_and_the_front(tmp_path: Path) -> None:
+def test_the_best_lines(tmp_path: Path) -> None:
     lines = [dict(zip("gxy", values, strict=True)) for values in (("a", 1.0, 5.0), ("a", 2.0, 4.0), ("b", 3.0, 4.5))]
     lines.append({"g": "b", "x": None, "y": 9.0})
     assert best_lines(lines, ["g"], "x") == lines[1:3]
     assert best_lines(lines, [], "y") == lines[3:]
-    assert pareto(lines, "x", "y") == [lines[0], lines[2]], "line 1 is beaten in both, line 3 has no x"
 
 
 @pytest.mark.parametrize("metric", ["median_us", "wall_s", "step_ms/mean", "ttft_ms/p50"])
@@ -171,7 +162,6 @@ def test_prompt_sets_are_not_compared_with_each_other(tmp_path: Path) -> None:
             (folder.path / f"{algo}{data}" / "report.html").write_text("")
     collected(folder.path)
     page = (folder.path / "sweep.html").read_text()
-    assert page.count("<svg") == 2 and "all requests together, code" in page
     assert "for each data" in page and page.count(">best<") == 1 + 2
     assert '<a href="dflashcode/report.html">' in page
     assert "resumed jobs, whose times leave out earlier requests: ngramarithmetic, ngramcode" in page

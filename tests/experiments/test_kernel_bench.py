@@ -20,7 +20,7 @@ from rich.console import Console
 
 import specdec_kernels
 from experiments import kernel_bench
-from experiments.bench import benchmark_page, measure_case, peers
+from experiments.bench import measure_case, peers
 from experiments.bench.roofline import Ceilings, work_of
 from experiments.bench.selection import DeviceMaker, chosen_cases, named
 from experiments.bench.timing import Limits, cold_copies, time_calls, time_function, time_interleaved
@@ -48,14 +48,6 @@ def test_the_median_is_of_the_repeats_after_the_warm_up() -> None:
     assert len(calls) == 7 and timing.repeats == 5 and timing.clock == "perf_counter"
     assert 2 <= timing.low_ms <= timing.median_ms <= timing.high_ms
     assert timing.low_ms < 100, "the slow warm-up calls were counted"
-
-
-@pytest.mark.parametrize("options", [dict(repeats=0), dict(warmup=-1)])
-def test_a_measurement_of_nothing_is_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        Limits(**options)
-    with pytest.raises(ValueError, match="got none"):
-        time_function(lambda: None, [], CPU, Limits())
 
 
 def test_sides_of_a_ratio_take_turns() -> None:
@@ -287,9 +279,7 @@ def test_a_row_compares_with_ceiling_reference_and_peers(monkeypatch: pytest.Mon
     assert theirs["sdpa"]["status"] == "ok" and theirs["sdpa"]["ratio"] > 0
     assert theirs["flash_attention_3"] == dict(status="not run", problem="runs on a GPU only")
     row = dict(family="attention", case="made", function="paged_attention", status="ok", peers=theirs)
-    row |= work | against | measure_case._times(timing) | dict(shape=measure_case._shape(inputs))
-    page = benchmark_page.page([row], "title", benchmark_page.problems([row]), bench.peers, bench.ceilings)
-    assert "flash_attention_3: not run in 1 cases, runs on a GPU only" in page and "<circle" in page
+    assert kernel_bench.problems([row]) == ["flash_attention_3: not run in 1 cases, runs on a GPU only"]
 
 
 def test_a_peer_that_disagrees_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +353,6 @@ def test_the_command_writes_rows_with_provenance(
     row = json.loads((tmp_path / "results.jsonl").read_text())
     assert row["status"] == "ok" and row["median_us"] > 0 and row["config"]["repeats"] == 2
     assert {"machine", "versions", "git_revision", "platform", "clock", "cache", "device", "dtype"} <= row.keys()
-    assert "say nothing about a GPU" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from experiments.report.console import bar_chart, printable
 from experiments.report.html_page import position_counts, render
-from experiments.report.plots import LABEL, VALUE, WIDTH, Series, bars, chart, phase_bars
+from experiments.report.plots import LABEL, VALUE, WIDTH, bars, phase_bars
 from experiments.report.tables import console_table, html_table, markdown
-from experiments.sweep.figures import IN_ALL, PER_REQUEST, fronts
-from experiments.sweep.frame import pareto
 from experiments.tasks.compare import Compare
 from experiments.tasks.generate import Generate
 from experiments.tasks.throughput import Throughput
@@ -142,17 +138,6 @@ def test_stacked_bars_share_one_scale() -> None:
     assert widths == [240.0, 240.0, 720.0]
 
 
-def test_logarithmic_axes_end_at_powers_of_ten_and_leave_out_what_has_no_logarithm() -> None:
-    points = [(500.0, 4000.0), (0.0, 5.0), (2.0, 30.0)]
-    roof = Series("roof", [(1.0, 10.0), (100.0, 1000.0)], limit=True)
-    svg = chart([Series("s", points, hints=["<c>", "b", "a"]), roof], "t", ("x", "y"), log=True)
-    assert svg.index("<title>a<") < svg.index("&lt;c&gt;") and "<title>b<" not in svg
-    assert re.findall(r'text-anchor="middle">([\d,]+)<', svg) == ["1", "10", "100", "1,000"]
-    assert re.findall(r'text-anchor="end">([\d,]+)<', svg) == ["10", "100", "1,000", "10,000"]
-    assert svg.count("<circle") == 2 and svg.count("<polyline") == 2 and ">roof</text>" in svg
-    assert chart([Series("s", [(0.0, 1.0)]), roof], "t", ("x", "y"), log=True) == ""
-
-
 @pytest.mark.parametrize(("share", "shown"), [(0.0, ""), (0.5, "█" * 20), (2.0, "█" * 40), (-1.0, ""), (1 / 320, "▏")])
 def test_terminal_bars_have_the_length_of_their_share(share: float, shown: str) -> None:
     console = Console(file=io.StringIO(), width=80)
@@ -186,25 +171,6 @@ def test_a_page_links_to_the_files_beside_it_and_says_what_was_typed() -> None:
     page = render("t", Generate.columns, [BASELINE, METHOD], where, {"task": {"repeats": 2}}, files=["requests.jsonl"])
     assert '<a href="requests.jsonl">requests.jsonl</a>' in page and "python run.py algo=dflash" in page
     assert "repeats=2" in page and "Mean of accepted drafts plus the bonus token" in page
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
-def test_the_pareto_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
-    lines = [{"x": float(x), "y": float(y)} for x, y in points]
-    found = [(line["x"], line["y"]) for line in pareto(lines, "x", "y")]
-    unbeaten = {p for p in points if not any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in points)}
-    assert set(found) == unbeaten and found == sorted(found)
-
-
-def test_each_prompt_set_has_a_front_of_its_own() -> None:
-    """Jobs of different prompts are not compared: the slow set has a front too, and a beaten job is on none."""
-    rates = [("code", 9.0, 50.0), ("code", 5.0, 90.0), ("code", 4.0, 40.0), ("chat", 1.0, 2.0), ("chat", 2.0, 1.0)]
-    lines = [{"data": data, "n": float(i), PER_REQUEST: x, IN_ALL: y} for i, (data, x, y) in enumerate(rates)]
-    drawn = dict(fronts(lines, ["data", "n"]))
-    assert [title.rpartition(", ")[2] for title in drawn] == ["code", "chat"]
-    for svg, jobs in zip(drawn.values(), (3, 2), strict=True):
-        (front,) = re.findall(r'<polyline points="([^"]*)"', svg)
-        assert svg.count("<circle") == jobs and len(front.split()) == 2 and ">Pareto front</text>" in svg
 
 
 def test_touched_experts_are_a_column_where_a_target_has_any() -> None:

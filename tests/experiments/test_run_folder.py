@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from experiments.app.atomic_write import write_whole
 from experiments.app.errors import UserError
 from experiments.app.schema import REPO_ROOT
 from experiments.report import run_folder as records
 from experiments.report.json_log import json_lines, to_json
-from experiments.report.run_folder import RunFolder, open_run_folder, write_whole
+from experiments.report.run_folder import RunFolder, open_run_folder
 
 
 def status(folder: Path) -> str:

@@ -22,7 +22,7 @@ from experiments.training.objectives.dflash import mask_token
 from experiments.training.parallel import Replicas
 from experiments.training.served import Writer
 from experiments.training.text import source as source_module
-from experiments.training.text.prompts import TRAINING, VALIDATION, open_prompts, stop_ids, user_turn
+from experiments.training.text.prompt_sources import TRAINING, VALIDATION, open_prompts, stop_ids, user_turn
 from experiments.training.text.settings import KindSettings, TextSettings
 from experiments.training.text.source import TextSource
 

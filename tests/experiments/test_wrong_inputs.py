@@ -131,10 +131,8 @@ METHODS = [
     wrong("task=throughput runtime.num_pages=5", "runtime.num_pages cannot be given to task=throughput"),
     wrong("task=losslessness task.backends=[fa5]", "task.backends: expected one of", "'fa5'"),
     wrong("task=adaptive task.batches=[0]", "task.batches: expected at least 1, got 0"),
-    wrong("runtime.adaptive_cost=x", "runtime.adaptive_cost is for runtime.adaptive=true"),
     wrong("runtime.adaptive=true runtime.graph=verify", "expected runtime.graph=auto, none or step, got verify"),
     wrong("runtime.adaptive=true algo=autoregressive", "algo=autoregressive drafts none", "give another algo"),
-    wrong("runtime.adaptive=true runtime.adaptive_cost=nowhere", "runtime.adaptive_cost: expected a JSON file"),
 ]
 MODELS = [
     wrong("model=local", "model.path has no value", "model.path=…"),

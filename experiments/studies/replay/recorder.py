@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from algorithms.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
+from algorithms.drafting.wrapper import Wrapper
 from algorithms.engine.request import EngineError, Request
 from algorithms.models.loading import Target
 from algorithms.step.sampling_params import SamplingParams
@@ -34,27 +35,24 @@ UNKNOWN = -1  # entry of the script where no token is recorded. No draft equals 
 FIGURES = ("accepted", "ran_out")
 
 
-class Recorder(Algorithm):
+class Recorder(Wrapper):
     """Lets `algorithms` draft at every position of `recorded`: prompts with outputs, by the seed of the request."""
 
     name = "replay"
 
     def __init__(self, algorithms: Sequence[Algorithm], recorded: Sequence[Sequence[int]]) -> None:
-        self._algorithms, self._recorded = algorithms, recorded
-        self.target_layers = tuple(sorted({layer for algorithm in algorithms for layer in algorithm.target_layers}))
-        self.draft_slots = max(max(algorithm.draft_slots, algorithm.num_nodes) for algorithm in algorithms)
-        self.needs_draft_model = any(algorithm.needs_draft_model for algorithm in algorithms)
+        self.wrap(*algorithms)
+        self._recorded = recorded
 
     def bind(self, resources: Resources) -> None:
-        for algorithm in self._algorithms:
-            algorithm.bind(resources)
+        super().bind(resources)
         self._impl, spare = resources.impl, len(self._recorded)
-        width = resources.context + 1 + max(algorithm.max_depth for algorithm in self._algorithms)
+        width = resources.context + 1 + max(algorithm.max_depth for algorithm in self.inner)
         script = torch.full((spare + 1, width), UNKNOWN, dtype=torch.int64)
         for number, tokens in enumerate(self._recorded):
             script[number, : len(tokens)] = torch.tensor(tokens)
         self._script = script.to(resources.device)
-        shape = (len(self._algorithms), len(FIGURES), spare + 1, resources.context)
+        shape = (len(self.inner), len(FIGURES), spare + 1, resources.context)
         self._found = torch.zeros(shape, dtype=torch.int32, device=resources.device)
 
     def figures(self) -> Tensor:
@@ -63,17 +61,13 @@ class Recorder(Algorithm):
 
     def propose(self, batch: Batch) -> DraftTree:
         numbers = self._numbers_of(batch)
-        for number, algorithm in enumerate(self._algorithms):
+        for number, algorithm in enumerate(self.inner):
             figures = confirmed(algorithm.propose(batch), batch.lengths, self._script[numbers])
             self._found[number][:, numbers, batch.lengths] = figures.int()
         return DraftTree(batch.last_tokens[:, None], build_chain(batch.lengths, 1, impl=self._impl))
 
     def observe(self, seen: Observation) -> None:
-        if not seen.is_prefill:
-            seen = self._corrected(seen)
-        for algorithm in self._algorithms:
-            features = [seen.features[self.target_layers.index(layer)] for layer in algorithm.target_layers]
-            algorithm.observe(replace(seen, features=features))
+        super().observe(seen if seen.is_prefill else self._corrected(seen))
 
     def _numbers_of(self, batch: Batch) -> Tensor:
         """[B] int64: the output of each batch slot; the spare one where no request is."""
@@ -89,14 +83,6 @@ class Recorder(Algorithm):
         batch.history.scatter_(1, place, kept)
         batch.last_tokens.copy_(token[:, 0])
         return replace(seen, next_tokens=token)
-
-    def reset(self) -> None:
-        for algorithm in self._algorithms:
-            algorithm.reset()
-
-    def move_slot(self, source: int, target: int) -> None:
-        for algorithm in self._algorithms:
-            algorithm.move_slot(source, target)
 
 
 def confirmed(tree: DraftTree, lengths: Tensor, script: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
 
 from experiments.report.metrics import AcceptanceFigures
 from experiments.report.summarize import acceptance_figures
@@ -24,40 +23,37 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the number of its drafter, accepted drafts, whether nothing more was drafted, tokens produced."""
+    """One step: accepted drafts, whether nothing more was drafted, tokens produced."""
 
-    choice: int
     accepted: int
     ran_out: bool
     tokens: int
 
 
-def steps_of(choices: Sequence[Drafts], costs: Sequence[float]) -> list[Step]:
-    """The cheapest steps that produce one output, each by one of the drafters `choices`, whose steps cost `costs`.
-    Dynamic programming from the end of the output; of equally cheap choices the one that accepts more, then the
-    first."""
+def steps_of(choices: Sequence[Drafts]) -> list[Step]:
+    """The fewest steps that produce one output, each by one of the drafters `choices`. Dynamic programming from the end
+    of the output; of equally short choices the one that accepts more, then the first."""
     length = len(choices[0].accepted)
-    total, taken = [0.0] * (length + 1), [0] * length
+    total, taken = [0] * (length + 1), list[Drafts]()
     for start in reversed(range(length)):
 
-        def rank(number: int, start: int = start) -> tuple[float, int]:
-            accepted = choices[number].accepted[start]
-            return costs[number] + total[min(length, start + accepted + 1)], -accepted
+        def rank(drafts: Drafts, start: int = start) -> tuple[int, int]:
+            accepted = drafts.accepted[start]
+            return 1 + total[min(length, start + accepted + 1)], -accepted
 
-        taken[start] = min(range(len(choices)), key=rank)
-        total[start] = rank(taken[start])[0]
+        taken.insert(0, min(choices, key=rank))
+        total[start] = rank(taken[0])[0]
     steps, start = [], 0
     while start < length:
-        drafts = choices[taken[start]]
-        accepted = drafts.accepted[start]
-        steps.append(Step(taken[start], accepted, drafts.ran_out[start], min(accepted + 1, length - start)))
+        accepted = taken[start].accepted[start]
+        steps.append(Step(accepted, taken[start].ran_out[start], min(accepted + 1, length - start)))
         start += accepted + 1
     return steps
 
 
-def all_steps(methods: Sequence[Sequence[Drafts]], costs: Sequence[float] | None = None) -> list[list[Step]]:
-    """`steps_of` for every output; `methods` has the outputs of each drafter, whose steps cost 1 without `costs`."""
-    return [steps_of(choices, costs or [1.0] * len(methods)) for choices in zip(*methods, strict=True)]
+def all_steps(methods: Sequence[Sequence[Drafts]]) -> list[list[Step]]:
+    """`steps_of` for every output; `methods` has the outputs of each drafter."""
+    return [steps_of(choices) for choices in zip(*methods, strict=True)]
 
 
 def perfect(num_tokens: int, depth: int) -> Drafts:
@@ -71,12 +67,3 @@ def summary(outputs: Sequence[Sequence[Step]], max_depth: int) -> AcceptanceFigu
     ends = [(step.accepted, step.ran_out) for steps in outputs for step in steps]
     tokens = [sum(step.tokens for step in steps) for steps in outputs]
     return acceptance_figures(ends, tokens, [len(steps) for steps in outputs], sum(tokens), max_depth)
-
-
-def engine_steps(num_steps: Sequence[int], batch: int, late: float = 0.0) -> float:
-    """Steps of an engine that serves outputs of `num_steps` steps each, up to `batch` at a time, first in, first out.
-    Each keeps its batch slot for `late` steps after its end, until that is read."""
-    ends = [0.0] * batch
-    for steps in num_steps:
-        heapreplace(ends, ends[0] + steps + late)
-    return max(ends)

@@ -52,12 +52,10 @@ class Objective(ABC):
 
 @dataclass
 class TrainingConfig:
-    """Settings of every objective. Only drafters use the target and its text; `text_only` ends after writing the text,
-    so that more programs can write it than train."""
+    """Settings of every objective. Only drafters use the target and its text."""
 
     out_dir: str = "outputs/train"
     resume: bool = True
-    text_only: bool = False
     model: ModelConfig = MISSING
     text: TextSettings = field(default_factory=TextSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -67,7 +65,3 @@ class TrainingConfig:
     def build(self, replicas: Replicas) -> Objective:
         """A fresh model and its objective; other files than the weights are written to `out_dir`."""
         raise NotImplementedError
-
-    def write_text(self, replicas: Replicas) -> dict[str, Any]:
-        """Write the training text; returns its size."""
-        raise ValueError("text_only=true: expected a drafter, which learns from a target's text")

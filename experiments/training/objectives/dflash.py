@@ -72,7 +72,7 @@ from experiments.training.objectives.drafter import (
     draft_decoder,
     leading_hits,
 )
-from experiments.training.text.prompts import PROBE
+from experiments.training.text.prompt_sources import PROBE
 
 PUBLISHED_LAYERS = 5
 ANCHORS_AT_ONCE = 32  # blocks of a row that held-out figures draft in one pass, to bound memory

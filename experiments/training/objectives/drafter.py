@@ -58,7 +58,10 @@ class DrafterTraining(TrainingConfig):
 
     def build(self, replicas: Replicas) -> DrafterObjective:
         """Load the target, have it write, and build the drafter's objective; the target's tokenizer is copied."""
-        target = self._target()
+        check_target_there(self.model)
+        dtype = torch.bfloat16 if self.train.autocast and self.train.on_gpu else torch.float32
+        target = load_target(self.model.path, self.train.device, dtype)
+        target.model.requires_grad_(False)
         setting = Setting(target, Tokenizer.load(target.path), self, replicas)
         if replicas.is_first:
             shutil.copyfile(target.path / TOKENIZER_FILE, Path(self.out_dir) / TOKENIZER_FILE)
@@ -66,16 +69,6 @@ class DrafterTraining(TrainingConfig):
         if self.start_from is not None:
             objective.start_from(resolve_folder(self.start_from))
         return objective
-
-    def write_text(self, replicas: Replicas) -> dict[str, Any]:
-        text = TextSource(self._target(), self.text).training(Path(self.out_dir), replicas)
-        return {"continuations": len(text), "text_tokens": text.num_answer_tokens}
-
-    def _target(self) -> Target:
-        check_target_there(self.model)
-        target = load_target(self.model.path, self.train.device, self.train.frozen_dtype)
-        target.model.requires_grad_(False)
-        return target
 
     def objective(self, setting: Setting) -> DrafterObjective:
         """A fresh drafter and its objective."""

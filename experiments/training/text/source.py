@@ -26,7 +26,7 @@ from experiments.app.locks import locked
 from experiments.training.batches import Continuation, Text
 from experiments.training.parallel import Replicas
 from experiments.training.served import Writer
-from experiments.training.text.prompts import (
+from experiments.training.text.prompt_sources import (
     TRAINING,
     VALIDATION,
     SampledPrompts,
