@@ -2,14 +2,15 @@
 
     python -m experiments.train drafter=eagle3 model=smollm2 train.minutes=40 out_dir=outputs/eagle3
     python -m experiments.train drafter=dflash model=local model.path=FOLDER_OR_HUB_NAME text=chat
+    python -m experiments.train 'drafter=[dflash,dspark,eagle3]' model=smollm2 train.steps=4000 out_dir=outputs/compared
     torchrun --nproc-per-node=2 -m experiments.train drafter=dflash model=smollm2
     python -m experiments.train drafter=target train.minutes=45 out_dir=outputs/target
 
 `drafter` is dflash, dflash2, domino, dspark, draft (a standalone draft model), eagle, eagle3, mtp, peagle or target;
 `experiments/training/objectives` has their settings and losses. Drafters learn from the target's answers to the prompts
 of `text`, which `text.folder` keeps for all drafters. A run uses a CPU, a GPU or several, ends by the clock
-(`train.minutes`), resumes from its checkpoint, and writes a Hugging Face folder with the loss curve. Drafters that are
-trained for the same `train.steps` learn from the same batches.
+(`train.minutes`), resumes from its checkpoint, and writes a Hugging Face folder with the loss curve. With a list of
+drafters, each is trained on the same batches, and a table compares them (`experiments/training/comparison.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from omegaconf import DictConfig
 
 from experiments.app import cli
 from experiments.app.errors import UserError, disk_is_full, user_errors
+from experiments.training import comparison
 from experiments.training.export import SUMMARY_FILE, export_weights, plot_curve, write_json
 from experiments.training.loop import CHECKPOINT, Trainer
 from experiments.training.objectives import SCHEMAS
@@ -34,7 +36,7 @@ for _name, _schema in SCHEMAS.items():
     ConfigStore.instance().store(group="drafter", name=_name, node=_schema, package="_global_")
 
 
-def train(config: TrainingConfig) -> dict[str, Any]:
+def train(config: TrainingConfig, replicas: Replicas | None = None) -> dict[str, Any]:
     """Train, export and measure; returns the contents of `training_summary.json`."""
     folder = Path(config.out_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +44,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         torch.set_num_threads(config.train.threads)
     torch.set_flush_denormal(True)
     torch.manual_seed(config.train.seed)
-    replicas = Replicas.join(config.train.device)
+    replicas = replicas or Replicas.join(config.train.device)
     objective = config.build(replicas)
     parts = objective.loss, objective.held_out, objective.score
     trainer = Trainer(objective.model, config.train, folder, *parts, replicas)
@@ -83,11 +85,11 @@ def _kept(config: TrainingConfig) -> str:
     return f"{kept}\nthe same command goes on from there"
 
 
-def run(config: Any, composed: DictConfig) -> None:
+def run(config: Any, composed: DictConfig, *replicas: Replicas) -> dict[str, Any]:
     """Train by `config` and print the summary; settings or folders that cannot be used become user errors."""
     with user_errors(ValueError):
         try:
-            summary = train(config)
+            summary = train(config, *replicas)
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(_kept(config)) from error
         except Exception as error:
@@ -97,12 +99,17 @@ def run(config: Any, composed: DictConfig) -> None:
     for key, value in summary.items():
         if value != {}:
             print(f"{key}: {value}")
+    return summary
 
 
 def main() -> None:
     """Command line entry."""
     if set(sys.argv) & set(cli.HELP):
         sys.argv.append("drafter=eagle3")  # without a drafter Hydra composes nothing, not even its help
+    elif comparison.is_asked(sys.argv):
+        with cli.exits_of_errors("train"):
+            comparison.compare(sys.argv[1:], run)
+        return
     cli.main(run, "train")
 
 

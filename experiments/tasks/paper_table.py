@@ -6,6 +6,7 @@ requests with the same seeds; at temperature 0 all seeds are one. Throughput is 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -123,7 +124,7 @@ class PaperTable(Compare):
     def best(self, results: Sequence[Result]) -> Result:
         return super().best([result for result in results if result["concurrency"] is None])
 
-    def files(self, results: Sequence[Result], conditions: Mapping[str, Any]) -> dict[str, str]:
+    def files(self, results: Sequence[Result], conditions: Mapping[str, Any]) -> dict[str, Any]:
         tables = paper_tables(results)
         texts = {f"{name}.md": markdown(pivots) for name, pivots in tables.items()}
         texts |= {f"{name}.csv": csv_text(pivots) for name, pivots in tables.items()}
@@ -135,7 +136,7 @@ class PaperTable(Compare):
         }
         texts |= {f"{name}.tex": latex(pivots, captions[name], f"tab:{name}") for name, pivots in tables.items()}
         lines = json_lines({**conditions, **result} for result in results)
-        return {**texts, f"{self.name}.jsonl": lines}
+        return {**texts, **figures(tables), f"{self.name}.jsonl": lines}
 
     def sections(self, results: Sequence[Result]) -> list[str]:
         tables = paper_tables(results)
@@ -165,6 +166,35 @@ def paper_tables(results: Sequence[Result]) -> dict[str, list[Pivot]]:
         rates = {key: [_estimate(group, "wall_tokens_per_s")] for key, group in groups.items()}
         tables["throughput"] = [Pivot("Tokens/s by concurrent requests", (RATE,), rates)]
     return tables
+
+
+def figures(tables: Mapping[str, Sequence[Pivot]]) -> dict[str, bytes]:
+    """`acceptance.pdf` and `throughput.pdf`; none where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure as Drawing
+    except ImportError:
+        return {}
+    drawn = {}
+    for name, axes in {"acceptance": "draft position", "throughput": "concurrent requests"}.items():
+        if not (pivots := [pivot for pivot in tables.get(name, ()) if pivot.cells]):
+            continue
+        drawing = Drawing(figsize=(4.5 * len(pivots), 3.2), layout="constrained")
+        for place, pivot in enumerate(pivots):
+            plot = drawing.add_subplot(1, len(pivots), place + 1, title=pivot.title, xlabel=axes)
+            plot.set_ylabel(pivot.figures[0].name)
+            for row in pivot.rows:
+                points = [
+                    (column, pivot.cells[row, column][0]) for column in pivot.columns if (row, column) in pivot.cells
+                ]
+                halves = [estimate.half or 0.0 for _, estimate in points]
+                plot.errorbar(
+                    [name for name, _ in points], [each.value for _, each in points], halves, label=row, capsize=2
+                )
+            plot.legend(fontsize=7)
+        content = io.BytesIO()
+        drawing.savefig(content, format="pdf", metadata={"CreationDate": None})
+        drawn[f"{name}.pdf"] = content.getvalue()
+    return drawn
 
 
 def _grouped(results: Iterable[Result], across: str) -> dict[tuple[str, str], list[Result]]:

@@ -17,7 +17,7 @@ from experiments.app.schema import ModelConfig
 from experiments.app.task_schema import method_config, prompt_set
 from experiments.report.pivot import Estimate, Figure, Pivot, csv_text, html, latex, markdown, over_seeds, with_average
 from experiments.report.run_folder import RunFolder
-from experiments.tasks.paper_table import paper_tables
+from experiments.tasks.paper_table import figures, paper_tables
 from experiments.tasks.resumed import drop_unless_together
 from tests.experiments import program
 
@@ -132,8 +132,8 @@ def folder(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_writes_every_table_in_every_format(folder: Path) -> None:
-    names = [f"{name}.{kind}" for name in ("table", "acceptance", "throughput") for kind in ("md", "csv", "tex")]
-    assert all((folder / name).is_file() for name in names)
+    names = [f"{name}.{kind}" for name in ("table", "acceptance", "throughput") for kind in ("md", "csv", "tex", "pdf")]
+    assert [name for name in names if not (folder / name).is_file()] == ["table.pdf"]
     blocks = {line["block"] for line in csv.DictReader((folder / "table.csv").open(encoding="utf-8"))}
     assert blocks == {"Temperature 0", "Temperature 1"}
 
@@ -158,6 +158,7 @@ def test_the_tables_are_of_the_results(folder: Path) -> None:
     (share,) = tables["acceptance"][0].cells["ngram", "1"]
     assert share.value == pytest.approx(100 * accepted / (accepted + rejected))
     assert tables["throughput"][0].columns == ["2"]
+    assert all(content.startswith(b"%PDF") for content in figures(tables).values())
 
 
 def test_seeds_of_a_run_sample_other_outputs(folder: Path) -> None:

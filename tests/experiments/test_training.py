@@ -38,6 +38,7 @@ from experiments.app import compose as app_compose
 from experiments.app.errors import UserError
 from experiments.app.schema import ModelConfig
 from experiments.data import code
+from experiments.training import comparison
 from experiments.training import corpus as corpus_module
 from experiments.training.batches import Continuation, ResponseSet, Text, TrainingBatch, shifted
 from experiments.training.corpus import ASSISTANT, END, IGNORED, SPECIAL_TOKENS, USER, train_tokenizer
@@ -386,6 +387,69 @@ def test_an_exported_drafter_changes_no_output(shipped_shape: Path, tmp_path: Pa
     export_weights(objective.weights(), objective.hf_config(), tmp_path)
     expected = _answer(shipped_shape, "autoregressive", None)
     assert all(_answer(shipped_shape, method, tmp_path) == expected for method in objective.methods().values())
+
+
+def _list_of(target: Path, folder: Path, *words: str) -> list[str]:
+    """A command line for three drafters of `target`, small."""
+    return [
+        "drafter=[dflash,dspark,eagle3]", "model=local", f"model.path={target}", "text=tiny", f"out_dir={folder}",
+        f"text.folder={target.parent / 'text'}", "~text.kinds.functions", "text.kinds.arithmetic.count=6",
+        "text.kinds.windows.count=6", "text.kinds.arithmetic.answer_tokens=12", "text.kinds.windows.answer_tokens=12",
+        "text.kinds.windows.prompt_tokens=48", "text.validation=3", "text.shard=4", "text.batch=4",
+        "evaluation.sets=[]", "evaluation.limit=2", "evaluation.max_new_tokens=6", "batch.tokens=256",
+        "batch.evaluation_tokens=128", "train.threads=1", "train.device=cpu", "dflash.drafter.block_size=4",
+        "dspark.drafter.markov_rank=4", "dflash.drafter.target_layer_ids=[1]", *words,
+    ]  # fmt: skip
+
+
+def test_a_list_of_drafters_learns_from_the_same_tokens(shipped_shape: Path, tmp_path: Path, capsys: Any) -> None:
+    app_compose.register()
+    words = _list_of(shipped_shape, tmp_path, "train.steps=2")
+    comparison.compare(words, program.run)
+    names = ["dflash", "dspark", "eagle3"]
+    summaries = [json.loads((tmp_path / name / "training_summary.json").read_text()) for name in names]
+    assert len({summary["tokens"] for summary in summaries}) == 1 and {each["steps"] for each in summaries} == {2}
+    assert {(tmp_path / name / "text.json").read_text() for name in names} == {
+        (tmp_path / "dflash" / "text.json").read_text()
+    }
+    table = (tmp_path / "drafters.md").read_text()
+    assert [line.split(" | ")[0].strip("| ") for line in table.splitlines()] == [
+        "drafter", "---", *["dflash"] * 2, *["dspark"] * 2, *["eagle3"] * 3,
+    ]  # fmt: skip
+    assert "tokens/step arithmetic | tokens/step windows" in table, "held-out prompts of the text, without sets"
+    assert f"| dspark | {summaries[1]['parameters']:,} | {summaries[1]['tokens']:,} | " in table
+    again = Mock(return_value=summaries[2])
+    comparison.compare(words, again)
+    assert not again.called and (tmp_path / "drafters.md").read_text() == table
+    comparison.compare([*words, "eagle3.chain.steps=2"], again)
+    assert [call.args[0].out_dir for call in again.call_args_list] == [str(tmp_path / "eagle3")]
+    assert again.call_args.args[0].chain.steps == 2
+
+
+def test_drafters_of_a_list_take_the_first_ones_text(tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "text.json").write_text("[]")
+    folders = [tmp_path / name for name in ("first", "second")]
+    comparison.share_text(folders, folders[0], Replicas())
+    assert (folders[0] / "text.json").read_text() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("drafter=[dflash,target] train.steps=3", "expected names of dflash, dflash2, domino, draft"),
+        ("drafter=[dflash,dflash] train.steps=3", "each once"),
+        ("drafter=[dflash,eagle3]", "train.steps=…"),
+        ("drafter=[dflash,eagle3] train.steps=3 train.minutes=4", "no train.minutes"),
+        ("drafter=[dflash,eagle3] train.steps=3 --cfg=job", "settings alone, got the option --cfg=job"),
+        ("drafter=[dflash,eagle3] train.steps=3 chain.steps=4", "drafter=dflash: unknown key 'chain'"),
+    ],
+)
+def test_a_list_of_drafters_with_a_mistake(words: str, message: str) -> None:
+    app_compose.register()
+    with pytest.raises(UserError) as caught:
+        comparison.settings_of(words.split())
+    assert message in str(caught.value)
 
 
 def test_best_model_is_what_is_exported(tmp_path: Path) -> None:
