@@ -67,8 +67,7 @@ def commit_step(
         *(draft_tokens, first_child, next_sibling, tokens, num_accepted, nodes, valid, logprobs),
         *(active, lengths, last_tokens, history),
     )
-    committed: Committed = dispatch("commit_step", __package__, impl, tokens)(inputs)
-    return committed
+    return dispatch("commit_step", __package__, impl, tokens)(inputs)
 
 
 def gather_path(values: Sequence[Tensor], nodes: Tensor, *, impl: str = "auto") -> list[Tensor]:

@@ -144,7 +144,6 @@ def _keep_last_kernel(
 
 
 def commit_step(inputs: CommitInputs) -> Committed:
-    """See `specdec_kernels.commit.commit_step`, which has checked the arguments."""
     tokens, lengths = inputs.tokens, inputs.lengths
     batch, path = tokens.shape
     num_nodes = inputs.draft_tokens.shape[1]
@@ -171,7 +170,6 @@ def commit_step(inputs: CommitInputs) -> Committed:
 
 
 def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor) -> list[torch.Tensor]:
-    """See `specdec_kernels.commit.gather_path`, which has checked the arguments."""
     batch, path = nodes.shape
     num_nodes, width = values[0].shape[1:]
     chip = current_chip(nodes)
@@ -194,7 +192,6 @@ def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor) -> list[tor
 
 
 def keep_last(store: torch.Tensor, values: torch.Tensor, counts: torch.Tensor) -> None:
-    """See `specdec_kernels.commit.keep_last`, which has checked the arguments."""
     batch, width = store.shape
     block = min(lanes(width), BLOCK_WIDTH.get(current_chip(store), DEFAULT_WIDTH))
     launch(

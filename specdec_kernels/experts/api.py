@@ -92,9 +92,7 @@ def schedule_experts(experts: Tensor, num_experts: int, row_tile: int, *, impl: 
     expect_at_least_one(num_experts=num_experts)
     if row_tile < 16 or row_tile & (row_tile - 1):
         raise ValueError(f"row_tile: expected a power of two of at least 16, got {row_tile}")
-    function = dispatch("schedule_experts", __package__, impl, experts, "kernel_schedule")
-    result: ExpertSchedule = function(experts, num_experts, row_tile)
-    return result
+    return dispatch("schedule_experts", __package__, impl, experts, "kernel_schedule")(experts, num_experts, row_tile)
 
 
 def expert_mlp(
@@ -140,9 +138,7 @@ def expert_mlp(
         shared=(shared, (rows, hidden), x.dtype),
     )
     expect_contiguous(x=x)
-    function = dispatch("expert_mlp", __package__, impl, x)
-    out: Tensor = function(x, routed, schedule, weights, activation, shared)
-    return out
+    return dispatch("expert_mlp", __package__, impl, x)(x, routed, schedule, weights, activation, shared)
 
 
 def _check_routing(routing: Routing, experts: int, is_corrected: bool) -> None:

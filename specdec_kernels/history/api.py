@@ -94,9 +94,7 @@ def match_histories(
     expect_between("min_path_prob", min_path_prob, 0, 1)
     least = math.ceil(min_path_prob * MIN_PROB_UNIT)
     options = MatchOptions(num_nodes, order, max_ngram, max_candidates, least, shared)
-    match = dispatch("match_histories", __package__, impl, history)
-    draft: HistoryDraft = match(store, history, lengths, slots, options)
-    return draft
+    return dispatch("match_histories", __package__, impl, history)(store, history, lengths, slots, options)
 
 
 def _expect_history(store: HistoryStore, history: Tensor) -> None:

@@ -33,7 +33,6 @@ def insert_histories(
     counts: torch.Tensor,
     width: int,
 ) -> None:
-    """See `specdec_kernels.insert_histories`, which has checked the arguments."""
     config = CONFIGS[current_chip(history)]
     batch, context = history.shape
     launch(
@@ -58,7 +57,6 @@ def insert_histories(
 def match_histories(
     store: HistoryStore, history: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, options: MatchOptions
 ) -> HistoryDraft:
-    """See `specdec_kernels.match_histories`, which has checked the arguments."""
     num_nodes, order, max_ngram, max_candidates, least, shared = options
     config = CONFIGS[current_chip(history)]
     batch, context = history.shape

@@ -238,7 +238,6 @@ def running_sums(
 def token_slots(
     page_table: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, width: int, page_size: int
 ) -> torch.Tensor:
-    """See `specdec_kernels.kv_index.token_slots`."""
     batch, row_pages = page_table.shape
     slots = torch.empty(batch, width, dtype=torch.int64, device=page_table.device)
     total, config = batch * width, config_of(page_table)
@@ -259,7 +258,6 @@ def level_slots(
     page_size: int,
     first: int,
 ) -> LevelSlots:
-    """See `specdec_kernels.kv_index.level_slots`."""
     batch, row_pages = page_table.shape
     if levels == 0:
         nothing = lengths.new_empty(0, batch, width)
@@ -282,7 +280,6 @@ def level_slots(
 def flashinfer_indices(
     page_table: torch.Tensor, lengths: torch.Tensor, page_size: int, capacity: int | None = None
 ) -> FlashInferIndices:
-    """See `specdec_kernels.kv_index.flashinfer_indices`."""
     batch, row_pages = page_table.shape
     capacity = batch * row_pages if capacity is None else capacity
     out = FlashInferIndices(
@@ -299,7 +296,6 @@ def flashinfer_indices(
 
 
 def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> FlashAttentionIndices:
-    """See `specdec_kernels.kv_index.flash_attention_table`."""
     batch, row_pages = page_table.shape
     out = FlashAttentionIndices(
         torch.empty_like(page_table), torch.empty(batch, dtype=torch.int32, device=page_table.device)
@@ -314,7 +310,6 @@ def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_
 
 
 def move_accepted(kv: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor, nodes: torch.Tensor) -> None:
-    """See `specdec_kernels.kv_index.move_accepted`."""
     layers, sides, pages, page_size, heads, dim = kv.shape
     batch, path = nodes.shape
     planes, row = layers * sides, heads * dim

@@ -72,8 +72,7 @@ def write_kv(
             expect_shape(name, norm, (head_dim,))
     expect_same_device(q=q, kv=kv, q_norm=q_norm, k_norm=k_norm)
     expect_contiguous(q_norm=q_norm, k_norm=k_norm)
-    out: Tensor = dispatch("write_kv", __package__, impl, q)(q, store, q_norm, k_norm, options)
-    return out
+    return dispatch("write_kv", __package__, impl, q)(q, store, q_norm, k_norm, options)
 
 
 def materialize_kv(

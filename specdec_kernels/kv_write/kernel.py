@@ -269,7 +269,6 @@ def _kv_write_kernel(
 def write_kv(
     q: torch.Tensor, store: KVStore, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, options: StoreOptions
 ) -> torch.Tensor:
-    """See `specdec_kernels.write_kv`, which has checked the arguments."""
     out = q.new_empty(q.shape)
     _launch(q, out, q_norm, store.with_layer_axis(), None if k_norm is None else k_norm[None], None, options)
     return out
@@ -278,7 +277,6 @@ def write_kv(
 def materialize_kv(
     store: KVStore, k_norm: torch.Tensor | None, counts: torch.Tensor | None, options: StoreOptions
 ) -> None:
-    """See `specdec_kernels.materialize_kv`, which has checked the arguments."""
     _launch(None, None, None, store, k_norm, counts, options)
 
 

@@ -57,8 +57,7 @@ def pair_scores(lattice: Lattice, factors: PairFactors, *, impl: str = "auto") -
     )
     if token_gates is not None and gates is None:
         raise ValueError("token_gates: expected gates with them, got None")
-    scores: Tensor = dispatch("pair_scores", __package__, impl, predecessors)(lattice, factors)
-    return scores
+    return dispatch("pair_scores", __package__, impl, predecessors)(lattice, factors)
 
 
 def greedy_chain(lattice: Lattice, pairs: Tensor, *, impl: str = "auto") -> Selection:
@@ -72,8 +71,7 @@ def greedy_chain(lattice: Lattice, pairs: Tensor, *, impl: str = "auto") -> Sele
         D + 1 nodes: node n is at position n - 1.
     """
     _check_lattice(lattice, pairs)
-    chain: Selection = dispatch("greedy_chain", __package__, impl, lattice.logits)(lattice, pairs)
-    return chain
+    return dispatch("greedy_chain", __package__, impl, lattice.logits)(lattice, pairs)
 
 
 def sample_chain(
@@ -112,8 +110,7 @@ def sample_chain(
     if uniforms is None and (seeds is None or positions is None):
         raise ValueError("sample_chain: expected seeds and positions, or uniforms; got neither")
     sample = dispatch("sample_chain", __package__, impl, lattice.logits)
-    chain: SampledChain = sample(lattice, pairs, temperature, seeds, positions, uniforms)
-    return chain
+    return sample(lattice, pairs, temperature, seeds, positions, uniforms)
 
 
 def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int, *, impl: str = "auto") -> Selection:
@@ -129,8 +126,7 @@ def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int, *, impl: str =
     """
     _check_lattice(lattice, pairs)
     expect_nodes("num_nodes", num_nodes)
-    tree: Selection = dispatch("lattice_tree", __package__, impl, lattice.logits)(lattice, pairs, num_nodes)
-    return tree
+    return dispatch("lattice_tree", __package__, impl, lattice.logits)(lattice, pairs, num_nodes)
 
 
 def dense_probs(lattice: Lattice, probs: Tensor, vocab: int) -> Tensor:
@@ -170,8 +166,7 @@ def rnn_step(
         hidden=(hidden, (rows, 3 * size), kind),
     )
     step = dispatch("rnn_step", __package__, impl, state, kernel="kernel_recurrent")
-    result: RnnStep = step(tokens, state, embedding, weight, hidden)
-    return result
+    return step(tokens, state, embedding, weight, hidden)
 
 
 def gru_step(
@@ -199,8 +194,7 @@ def gru_step(
         weight_hh=(weight_hh, (3 * size, size), kind),
     )
     step = dispatch("gru_step", __package__, impl, state, kernel="kernel_recurrent")
-    result: Tensor = step(tokens, state, embedding, weight_ih, weight_hh)
-    return result
+    return step(tokens, state, embedding, weight_ih, weight_hh)
 
 
 def _check_state(tokens: Tensor, state: Tensor, embedding: Tensor) -> None:

@@ -291,7 +291,6 @@ def _tree_kernel(
 
 
 def pair_scores(lattice: Lattice, factors: PairFactors) -> torch.Tensor:
-    """See `specdec_kernels.lattice.pair_scores`."""
     batch, depth, candidates = lattice.tokens.shape
     chip, rank = current_chip(factors.predecessors), factors.predecessors.shape[1]
     config = CONFIGS[chip]
@@ -306,7 +305,6 @@ def pair_scores(lattice: Lattice, factors: PairFactors) -> torch.Tensor:
 
 
 def greedy_chain(lattice: Lattice, pairs: torch.Tensor) -> Selection:
-    """See `specdec_kernels.lattice.greedy_chain`."""
     chain = _empty_selection(lattice, lattice.tokens.shape[1] + 1)
     _launch_chain(lattice, pairs, (None, None, None, None), chain, None)
     return chain
@@ -320,7 +318,6 @@ def sample_chain(
     positions: torch.Tensor | None,
     uniforms: torch.Tensor | None,
 ) -> SampledChain:
-    """See `specdec_kernels.lattice.sample_chain`."""
     chain = _empty_selection(lattice, lattice.tokens.shape[1] + 1)
     probs = pairs.new_empty(lattice.tokens.shape)
     sources = (seeds, positions, None) if uniforms is None else (None, None, uniforms)
@@ -346,7 +343,6 @@ def _launch_chain(
 
 
 def lattice_tree(lattice: Lattice, pairs: torch.Tensor, num_nodes: int) -> Selection:
-    """See `specdec_kernels.lattice.lattice_tree`."""
     (batch, depth, candidates), chip = lattice.tokens.shape, current_chip(pairs)
     tree = _empty_selection(lattice, num_nodes)
     block_n, block_c = (max(triton.next_power_of_2(size), d.MIN_SCAN) for size in (num_nodes, candidates))

@@ -12,7 +12,6 @@ from specdec_kernels.tree.types import UNUSED_PARENT, Selection
 
 
 def pair_scores(lattice: Lattice, factors: PairFactors) -> Tensor:
-    """See `specdec_kernels.lattice.pair_scores`."""
     predecessors, successors, gates, token_gates = factors
     tokens = lattice.tokens
     before = torch.full_like(tokens, -1)  # [B, D, C]: the target's ids of the predecessors, -1 for none
@@ -29,7 +28,6 @@ def pair_scores(lattice: Lattice, factors: PairFactors) -> Tensor:
 
 
 def greedy_chain(lattice: Lattice, pairs: Tensor) -> Selection:
-    """See `specdec_kernels.lattice.greedy_chain`."""
     greedy = torch.zeros(len(pairs), device=pairs.device)
     unused = torch.zeros(pairs.shape[:2], dtype=torch.float64, device=pairs.device)
     return Selection(*sample_chain(lattice, pairs, greedy, None, None, unused)[:4])
@@ -43,7 +41,6 @@ def sample_chain(
     positions: Tensor | None,
     uniforms: Tensor | None,
 ) -> SampledChain:
-    """See `specdec_kernels.lattice.sample_chain`."""
     batch, depth, candidates = lattice.tokens.shape
     values, drafts = _values(lattice, pairs), _drafts(lattice)
     sampled = temperature > 0
@@ -75,7 +72,6 @@ def sample_chain(
 
 
 def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int) -> Selection:
-    """See `specdec_kernels.lattice.lattice_tree`."""
     batch, depth, candidates = lattice.tokens.shape
     device = pairs.device
     logprobs = torch.log_softmax(_values(lattice, pairs).double(), -1).nan_to_num(nan=-torch.inf).float()
@@ -107,7 +103,6 @@ def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int) -> Selection:
 
 
 def rnn_step(tokens: Tensor, state: Tensor, embedding: Tensor, weight: Tensor, hidden: Tensor) -> RnnStep:
-    """See `specdec_kernels.lattice.rnn_step`."""
     inputs = torch.cat([state, _rows_of(embedding, tokens)], -1).double()
     gate, candidate, output = (inputs @ weight.double().T + hidden.double()).chunk(3, -1)
     kept = torch.sigmoid(gate)
@@ -116,7 +111,6 @@ def rnn_step(tokens: Tensor, state: Tensor, embedding: Tensor, weight: Tensor, h
 
 
 def gru_step(tokens: Tensor, state: Tensor, embedding: Tensor, weight_ih: Tensor, weight_hh: Tensor) -> Tensor:
-    """See `specdec_kernels.lattice.gru_step`."""
     wide = state.double()
     of_token = (_rows_of(embedding, tokens).double() @ weight_ih.double().T).chunk(3, -1)
     of_state = (wide @ weight_hh.double().T).chunk(3, -1)

@@ -102,8 +102,7 @@ def delta_rule(
         raise ValueError("owners: expected the path that writes each row, got None")
     if out is not None:
         expect_tensors({"raw": inputs.raw}, out=(out, (len(inputs.raw), heads, state.ssm.shape[3]), inputs.raw.dtype))
-    found: Tensor = dispatch("delta_rule", __package__, impl, inputs.raw)(inputs, paths, state, out)
-    return found
+    return dispatch("delta_rule", __package__, impl, inputs.raw)(inputs, paths, state, out)
 
 
 def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState, *, impl: str = "auto") -> Tensor:
@@ -128,9 +127,7 @@ def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState, *,
         ends=(chunks.ends, (count,), torch.int64),
         whole=(chunks.whole, (rows // CHUNK,), torch.int32),
     )
-    run = dispatch("delta_rule_chunks", __package__, impl, inputs.raw, "kernel_chunks")
-    out: Tensor = run(inputs, chunks, state)
-    return out
+    return dispatch("delta_rule_chunks", __package__, impl, inputs.raw, "kernel_chunks")(inputs, chunks, state)
 
 
 def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState, *, impl: str = "auto") -> Tensor:
@@ -154,9 +151,7 @@ def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState, *, imp
     )
     if rows != batch * nodes:
         raise ValueError(f"inputs: expected {batch} * {nodes} rows, got {rows}")
-    run = dispatch("delta_rule_tree", __package__, impl, inputs.raw, "kernel_tree")
-    out: Tensor = run(inputs, trees, state)
-    return out
+    return dispatch("delta_rule_tree", __package__, impl, inputs.raw, "kernel_tree")(inputs, trees, state)
 
 
 def commit_delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, *, impl: str = "auto") -> None:
@@ -195,8 +190,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, impl:
     if gate.stride(1) != 1:
         raise ValueError(f"gate: expected stride 1 in the last dimension, got strides {gate.stride()}")
     expect_tensors({"gate": gate}, x=(x, (None, None, None), x.dtype), weight=(weight, (x.shape[2],), x.dtype))
-    out: Tensor = dispatch("gated_rms_norm", __package__, impl, x)(x, gate, weight, eps)
-    return out
+    return dispatch("gated_rms_norm", __package__, impl, x)(x, gate, weight, eps)
 
 
 def key_heads(state: DeltaState) -> int:

@@ -79,8 +79,7 @@ def tree_parents(mask: Tensor, impl: str = "auto") -> Tensor:
     expect_shape("mask", mask, (None, None, None))
     expect_nodes("mask", mask.shape[1])
     expect_tensors(mask=(mask, (None, mask.shape[1], mask_words(mask.shape[1])), torch.int64))
-    parents: Tensor = dispatch("tree_parents", __package__, impl, mask)(mask)
-    return parents
+    return dispatch("tree_parents", __package__, impl, mask)(mask)
 
 
 def merge_trees(
@@ -104,9 +103,7 @@ def merge_trees(
     for name, size in (("tokens", tokens.shape[1]), ("other_tokens", other_tokens.shape[1])):
         expect_nodes(name, size)
     expect_nodes("union", tokens.shape[1] + other_tokens.shape[1] - 1)
-    merge = dispatch("merge_trees", __package__, impl, tokens)
-    merged: MergedTree = merge(tokens, parents, other_tokens, other_parents)
-    return merged
+    return dispatch("merge_trees", __package__, impl, tokens)(tokens, parents, other_tokens, other_parents)
 
 
 def draft_topk(logits: Tensor, k: int, temperature: Tensor | None = None, impl: str = "auto") -> DraftTopk:
@@ -237,8 +234,7 @@ def expand_tree(
     _check_frontier(frontier, batch, parents)
     _check_mask(mask, width, slot, 0 if frontier is None else frontier.mask.shape[2])
     call = Expansion(frontier, probs, tokens, candidates, first, width, mask, slot, root_is_stored, vocabulary)
-    expanded: Frontier | None = dispatch("expand_tree", __package__, impl, probs, kernel="kernel_selection")(call)
-    return expanded
+    return dispatch("expand_tree", __package__, impl, probs, kernel="kernel_selection")(call)
 
 
 def _check_mask(mask: Tensor | None, width: int, slot: int, seen_words: int) -> None:

@@ -219,7 +219,6 @@ def _merge_kernel(
 
 
 def build_tree(parents: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
-    """See `specdec_kernels.tree.build_tree`."""
     batch, num_nodes = parents.shape
     links = _empty_links(lengths, num_nodes)
     grid, num_warps, blocks = _plan(lengths, num_nodes)
@@ -229,7 +228,6 @@ def build_tree(parents: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
 
 
 def build_chain(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
-    """See `specdec_kernels.tree.build_chain`."""
     links = _empty_links(lengths, num_nodes)
     grid, num_warps, blocks = _plan(lengths, num_nodes)
     blocks |= _word_blocks(num_nodes)
@@ -238,7 +236,6 @@ def build_chain(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
 
 
 def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
-    """See `specdec_kernels.tree.links_from_mask`."""
     return build_tree(tree_parents(mask), lengths)
 
 
@@ -258,7 +255,6 @@ def tree_parents(mask: torch.Tensor) -> torch.Tensor:
 def merge_trees(
     tokens: torch.Tensor, parents: torch.Tensor, other_tokens: torch.Tensor, other_parents: torch.Tensor
 ) -> MergedTree:
-    """See `specdec_kernels.tree.merge_trees`."""
     (batch, first), second = tokens.shape, other_tokens.shape[1]
     size = first + second - 1
     merged = MergedTree(tokens.new_empty(batch, size), parents.new_empty(batch, size))

@@ -227,7 +227,6 @@ def _best_first_kernel(
 
 
 def expand_tree(call: Expansion) -> Frontier | None:
-    """See `specdec_kernels.tree.expand_tree`."""
     frontier, probs, mask, width = call.frontier, call.probs, call.mask, call.width
     batch, parents, children = probs.shape
     before = (None, None, None) if frontier is None else (frontier.scores, frontier.candidates, frontier.mask)
@@ -250,7 +249,6 @@ def expand_tree(call: Expansion) -> Frontier | None:
 def rerank_tree(
     path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int
 ) -> Selection:
-    """See `specdec_kernels.tree.rerank_tree`."""
     batch, candidates = path_scores.shape
     selection = _empty_selection(last_tokens, num_nodes)
     block_m = _lanes(candidates)
@@ -263,7 +261,6 @@ def rerank_tree(
 
 
 def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int) -> Selection:
-    """See `specdec_kernels.tree.best_first_tree`."""
     batch, depths, children = probs.shape
     selection = _empty_selection(last_tokens, num_nodes)
     # One warp: a step is a few reductions in a row, and within a warp they need no barrier.

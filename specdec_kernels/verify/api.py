@@ -89,8 +89,7 @@ def accept(
     if probs is not None and sampling.temperature is None and rule != "greedy":
         call = call._replace(sampling=sampling._replace(temperature=torch.ones(len(tokens), device=tokens.device)))
     _check_tensors(call)
-    accepted: Accepted = dispatch("accept", __package__, impl, values)(call)
-    return accepted
+    return dispatch("accept", __package__, impl, values)(call)
 
 
 def accept_targets(
@@ -105,8 +104,7 @@ def accept_targets(
     expect_tensors(
         {**tree._asdict(), "tokens": tokens, "lengths": lengths}, targets=(targets, tokens.shape, torch.int64)
     )
-    follow = dispatch("accept_targets", __package__, impl, tokens)
-    return follow(tokens, tree, targets, lengths, max_depth)
+    return dispatch("accept_targets", __package__, impl, tokens)(tokens, tree, targets, lengths, max_depth)
 
 
 def _check_links(tokens: Tensor, tree: TreeLinks, lengths: Tensor, max_depth: int) -> None:

@@ -248,7 +248,6 @@ def _final_token_kernel(
 
 
 def verify_tree_greedy(outcome: Outcome, tree: Tree, target_predict: torch.Tensor) -> None:
-    """See `specdec_kernels.compat.sglang.verify_tree_greedy`."""
     batch, nodes = tree.candidates.shape
     block = min(triton.next_power_of_2(max(batch, 1)), config_of(tree.candidates).greedy_requests)
     launch(
@@ -259,7 +258,6 @@ def verify_tree_greedy(outcome: Outcome, tree: Tree, target_predict: torch.Tenso
 
 
 def tree_speculative_sampling_target_only(outcome: Outcome, tree: Tree, call: Sampling) -> None:
-    """See `specdec_kernels.compat.sglang.tree_speculative_sampling_target_only`."""
     uniforms, final_uniforms, target_probs, draft_probs, threshold_single, threshold_acc = call
     batch, nodes, vocab = target_probs.shape
     config, room = config_of(uniforms), outcome.predicts.shape[0]

@@ -153,7 +153,6 @@ def _build_kernel(
 
 
 def build_selected_tree(call: Selected) -> None:
-    """See `build_tree_kernel_efficient`, which has checked the arguments."""
     selected, parent_list, lengths, tree_mask, outputs, topk, depth, mode = call
     batch, nodes = selected.shape[0], selected.shape[1] + 1
     config = config_of(lengths)

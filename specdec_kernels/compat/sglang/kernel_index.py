@@ -83,7 +83,6 @@ def _gather_kernel(
 
 
 def read_spans(spans: Spans) -> None:
-    """See `reference.read_spans`."""
     offsets = spans.offsets
     if offsets is None:
         offsets = spans.counts.new_empty(spans.counts.shape[0] + 1, dtype=torch.int32)
@@ -93,7 +92,6 @@ def read_spans(spans: Spans) -> None:
 
 
 def list_sequences(sequences: Sequences) -> None:
-    """See `reference.list_sequences`."""
     _, _, lengths, indptr, indices, repeat, growth, _, _, limit, _ = sequences
     sums = dict(capacity=indices.shape[1], limit=limit, repeat=repeat, add=1, growth=growth)
     running_sums(lengths, indptr, **sums)
