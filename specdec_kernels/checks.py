@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-Expected: TypeAlias = "tuple[torch.Tensor | None, Sequence[int | None], torch.dtype]"
-"""A tensor (None is skipped) with the shape and the dtype that it must have."""
+Expected: TypeAlias = "tuple[torch.Tensor | None, Sequence[int | None], torch.dtype | Sequence[torch.dtype]]"
+"""A tensor (None is skipped) with the shape and the dtype, or one of the dtypes, that it must have."""
 
 
 def expect_choice(name: str, value: object, choices: Collection[str]) -> None:
@@ -80,7 +80,23 @@ def expect_tensors(others: Mapping[str, torch.Tensor | None] | None = None, /, *
     `others` only the device is checked."""
     for name, (tensor, shape, dtype) in expected.items():
         if tensor is not None:
-            expect_shape(name, tensor, shape)
-            expect_dtype(name, tensor, dtype)
+            _expect_form(name, tensor, shape, dtype)
             expect_contiguous(**{name: tensor})
     expect_same_device(**(others or {}), **{name: tensor for name, (tensor, _, _) in expected.items()})
+
+
+def expect_strided(**expected: Expected) -> None:
+    """As `expect_tensors` of tensors whose rows may be strided: the entries of the last dimension are adjacent."""
+    for name, (tensor, shape, dtype) in expected.items():
+        if tensor is not None:
+            _expect_form(name, tensor, shape, dtype)
+            if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                raise ValueError(f"{name}: expected stride 1 in the last dimension, got strides {tensor.stride()}")
+    expect_same_device(**{name: tensor for name, (tensor, _, _) in expected.items()})
+
+
+def _expect_form(
+    name: str, tensor: torch.Tensor, shape: Sequence[int | None], dtype: torch.dtype | Sequence[torch.dtype]
+) -> None:
+    expect_shape(name, tensor, shape)
+    expect_dtype(name, tensor, *(dtype if isinstance(dtype, (tuple, list)) else (dtype,)))

@@ -20,15 +20,7 @@ from specdec_kernels.attention.types import (
     TileSchedule,
     WorkShape,
 )
-from specdec_kernels.checks import (
-    expect_at_least_one,
-    expect_choice,
-    expect_contiguous,
-    expect_dtype,
-    expect_same_device,
-    expect_shape,
-    expect_tensors,
-)
+from specdec_kernels.checks import expect_at_least_one, expect_choice, expect_shape, expect_strided, expect_tensors
 from specdec_kernels.launch import current_chip, dispatch
 
 _WORD_BITS = 64
@@ -302,34 +294,26 @@ def check_mode(metadata: AttentionMetadata) -> None:
 def check_lengths(metadata: AttentionMetadata) -> None:
     """Page table, lengths and rows in use."""
     page_table, lengths, q_lens = metadata.page_table, metadata.lengths, metadata.q_lens
-    expect_shape("lengths", lengths, (None,))
-    expect_dtype("lengths", lengths, torch.int64)
-    expect_shape("page_table", page_table, (len(lengths), None))
-    expect_dtype("page_table", page_table, torch.int32)
-    if page_table.shape[1] > 1 and page_table.stride(1) != 1:
-        raise ValueError(f"page_table: expected rows of adjacent entries, got strides {page_table.stride()}")
-    expect_tensors(
-        {"page_table": page_table},
-        lengths=(lengths, (None,), torch.int64),
-        q_lens=(q_lens, (len(lengths),), torch.int32),
-    )
+    expect_tensors(lengths=(lengths, (None,), torch.int64))
+    expect_strided(page_table=(page_table, (len(lengths), None), torch.int32))
+    expect_tensors({"page_table": page_table, "lengths": lengths}, q_lens=(q_lens, (len(lengths),), torch.int32))
 
 
 def _check_pool(q: Tensor, kv: Tensor, metadata: AttentionMetadata) -> None:
     """Shapes and types of queries, pool, page table and lengths."""
     expect_shape("q", q, (None, None, None, None))
     batch, _, heads, head_dim = q.shape
-    expect_shape("kv", kv, (2, None, None, None, head_dim))
     expect_shape("lengths", metadata.lengths, (batch,))
     check_lengths(metadata)
-    expect_dtype("q", q, *_FLOATS)
-    expect_dtype("kv", kv, q.dtype, torch.float8_e4m3fn)
+    expect_tensors(
+        {"lengths": metadata.lengths},
+        q=(q, q.shape, _FLOATS),
+        kv=(kv, (2, None, None, None, head_dim), (q.dtype, torch.float8_e4m3fn)),
+    )
     if kv.shape[3] == 0 or heads % kv.shape[3]:
         raise ValueError(f"q: expected heads in a multiple of kv's {kv.shape[3]}, got {heads}")
     if (problem := AttentionShape.of(q, kv).problem) is not None:
         raise ValueError(f"q, kv: {problem}")
-    expect_same_device(q=q, kv=kv, lengths=metadata.lengths)
-    expect_contiguous(q=q, kv=kv)
 
 
 def check_draft(q: Tensor, metadata: AttentionMetadata) -> None:

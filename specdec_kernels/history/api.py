@@ -11,14 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import (
-    expect_at_least,
-    expect_between,
-    expect_choice,
-    expect_dtype,
-    expect_shape,
-    expect_tensors,
-)
+from specdec_kernels.checks import expect_at_least, expect_between, expect_choice, expect_strided, expect_tensors
 from specdec_kernels.history.types import MAX_NGRAM, MIN_PROB_UNIT, ORDERS, HistoryDraft, HistoryStore, MatchOptions
 from specdec_kernels.launch import dispatch
 
@@ -98,8 +91,5 @@ def match_histories(
 
 
 def _expect_history(store: HistoryStore, history: Tensor) -> None:
-    """Raise ValueError unless `history` is [B, context] int64 with contiguous rows, of the store's context."""
-    expect_shape("history", history, (None, store.tokens.shape[1]))
-    expect_dtype("history", history, torch.int64)
-    if history.shape[1] > 1 and history.stride(1) != 1:
-        raise ValueError(f"history: expected contiguous rows, got strides {history.stride()}")
+    """Raise ValueError unless `history` is [B, context] int64, of the store's context; rows may be strided."""
+    expect_strided(history=(history, (None, store.tokens.shape[1]), torch.int64))

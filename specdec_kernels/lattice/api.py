@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_at_least, expect_between, expect_dtype, expect_shape, expect_tensors
+from specdec_kernels.checks import expect_at_least_one, expect_between, expect_shape, expect_strided, expect_tensors
 from specdec_kernels.lattice.types import Lattice, PairFactors, RnnStep, SampledChain
 from specdec_kernels.launch import dispatch
 from specdec_kernels.tree.api import expect_nodes
@@ -44,8 +44,7 @@ def pair_scores(lattice: Lattice, factors: PairFactors, *, impl: str = "auto") -
     """
     _check_lattice(lattice)
     predecessors, successors, gates, token_gates = factors
-    expect_dtype("predecessors", predecessors, *_FLOATS)
-    expect_shape("predecessors", predecessors, (None, None))
+    expect_tensors(predecessors=(predecessors, (None, None), _FLOATS))
     kind, (vocab, rank) = predecessors.dtype, predecessors.shape
     expect_between("r of predecessors", rank, 1, MAX_RANK)
     expect_tensors(
@@ -153,13 +152,9 @@ def rnn_step(
         weight: [3 r, 2 r], rows may be strided: the first 2 r columns of the joint projection [3 r, 2 r + H].
         hidden: [R, 3 r]: the rest of the joint projection and its bias, of the hidden state of the slot.
     """
-    expect_shape("state", state, (None, None))
+    _check_state(tokens, state, embedding)
     (rows, size), kind = state.shape, state.dtype
-    _check_state(tokens, state, embedding=embedding)
-    expect_shape("weight", weight, (3 * size, 2 * size))
-    expect_dtype("weight", weight, kind)
-    if weight.stride(1) != 1:
-        raise ValueError(f"weight: expected stride 1 in the last dimension, got strides {weight.stride()}")
+    expect_strided(weight=(weight, (3 * size, 2 * size), kind))
     expect_tensors(
         {"state": state, "weight": weight},
         embedding=(embedding, (None, size), kind),
@@ -184,9 +179,8 @@ def gru_step(
         weight_ih: [3 S, H].
         weight_hh: [3 S, S].
     """
-    expect_shape("state", state, (None, None))
+    _check_state(tokens, state, embedding)
     size, kind = state.shape[1], state.dtype
-    _check_state(tokens, state, embedding=embedding)
     expect_tensors(
         {"state": state},
         embedding=(embedding, (None, None), kind),
@@ -198,23 +192,20 @@ def gru_step(
 
 
 def _check_state(tokens: Tensor, state: Tensor, embedding: Tensor) -> None:
-    expect_dtype("state", state, *_FLOATS)
-    expect_at_least("size of the state", state.shape[1], 1)
+    expect_tensors(state=(state, (None, None), _FLOATS), tokens=(tokens, state.shape[:1], torch.int64))
     expect_shape("embedding", embedding, (None, None))
-    expect_at_least("width of the embedding", embedding.shape[1], 1)
-    expect_tensors(state=(state, (None, None), state.dtype), tokens=(tokens, state.shape[:1], torch.int64))
+    expect_at_least_one(**{"size of the state": state.shape[1], "width of the embedding": embedding.shape[1]})
 
 
 def _check_lattice(lattice: Lattice, pairs: Tensor | None = None) -> None:
     tokens, logits, last_tokens, counts, vocabulary = lattice
-    expect_shape("tokens", tokens, (None, None, None))
-    expect_dtype("logits", logits, *_FLOATS)
+    expect_tensors(tokens=(tokens, (None, None, None), torch.int64))
     batch, depth, candidates = tokens.shape
     expect_between("D of tokens", depth, 1, MAX_POSITIONS)
     expect_between("C of tokens", candidates, 1, MAX_CANDIDATES)
     expect_tensors(
-        tokens=(tokens, (None, None, None), torch.int64),
-        logits=(logits, (batch, depth, candidates), logits.dtype),
+        {"tokens": tokens},
+        logits=(logits, (batch, depth, candidates), _FLOATS),
         last_tokens=(last_tokens, (batch,), torch.int64),
         counts=(counts, (batch,), torch.int32),
         vocabulary=(vocabulary, (None,), torch.int64),

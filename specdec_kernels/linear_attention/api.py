@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_between, expect_dtype, expect_shape, expect_tensors
+from specdec_kernels.checks import expect_between, expect_shape, expect_strided, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.linear_attention.types import (
     CHUNK,
@@ -60,16 +60,11 @@ def delta_rule_inputs(
         state: of one layer, read; `conv` has the dtype of `qkv`.
         out: written and returned if given, for example a layer of what `commit_delta_rule` reads.
     """
-    expect_shape("qkv", qkv, (None, None))
-    expect_dtype("qkv", qkv, *_FLOATS)
+    expect_strided(qkv=(qkv, (None, None), _FLOATS))
     rows, channels = qkv.shape
     heads = _check_state(state, channels, qkv.dtype)
     wide = torch.promote_types(qkv.dtype, torch.float32)
-    for name, each, width in (("qkv", qkv, channels), ("b", b, heads), ("a", a, heads)):
-        expect_shape(name, each, (rows, width))
-        expect_dtype(name, each, qkv.dtype)
-        if each.stride(1) != 1:
-            raise ValueError(f"{name}: expected stride 1 in the last dimension, got strides {each.stride()}")
+    expect_strided(b=(b, (rows, heads), qkv.dtype), a=(a, (rows, heads), qkv.dtype))
     expect_tensors(
         {"qkv": qkv, "b": b, "a": a},
         conv=(weights.conv, (channels, state.conv.shape[1] + 1), qkv.dtype),
@@ -182,14 +177,10 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, impl:
         gate: [R, HV * dv], dtype of x, rows may be strided.
         weight: [dv], dtype of x.
     """
-    expect_shape("x", x, (None, None, None))
-    expect_dtype("x", x, *_FLOATS)
+    expect_tensors(x=(x, (None, None, None), _FLOATS))
     expect_between("dv of x", x.shape[2], 1, MAX_HEAD_DIM)
-    expect_shape("gate", gate, (x.shape[0], x.shape[1] * x.shape[2]))
-    expect_dtype("gate", gate, x.dtype)
-    if gate.stride(1) != 1:
-        raise ValueError(f"gate: expected stride 1 in the last dimension, got strides {gate.stride()}")
-    expect_tensors({"gate": gate}, x=(x, (None, None, None), x.dtype), weight=(weight, (x.shape[2],), x.dtype))
+    expect_strided(gate=(gate, (x.shape[0], x.shape[1] * x.shape[2]), x.dtype))
+    expect_tensors({"x": x, "gate": gate}, weight=(weight, (x.shape[2],), x.dtype))
     return dispatch("gated_rms_norm", __package__, impl, x)(x, gate, weight, eps)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_dtype, expect_shape, expect_tensors
+from specdec_kernels.checks import expect_at_least, expect_at_least_one, expect_shape, expect_strided, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.sampling.types import MASK_BITS, TARGET_STREAM, Forbidden, Penalties, Picked, SamplingTensors
 
@@ -61,8 +61,7 @@ def pick_tokens(
         uniforms=(uniforms, rows, torch.float64),
     )  # fmt: skip
     expect_randomness(sampling, positions, uniforms)
-    if stream < 0:
-        raise ValueError(f"stream: expected at least 0, got {stream}")
+    expect_at_least("stream", stream, 0)
     pick = dispatch("pick_tokens", __package__, impl, logits)
     return pick(logits, sampling, positions, uniforms, return_logprobs=return_logprobs, stream=stream)
 
@@ -191,8 +190,7 @@ def forbid_tokens(
     """
     expect_rows("logits", logits, (None, None, None), *LOGITS)
     batch, num_nodes = logits.shape[:2]
-    expect_shape("history", history, (batch, None))
-    expect_dtype("history", history, torch.int64)
+    expect_strided(history=(history, (batch, None), torch.int64))
     expect_shape("words", words, (batch, None, None))
     expect_tensors(
         {"logits": logits, "history": history},
@@ -203,10 +201,7 @@ def forbid_tokens(
         words=(words, (batch, None, None), torch.int64),
         until=(until, tuple(words.shape[:2]), torch.int64),
     )
-    if words.shape[-1] < 1:
-        raise ValueError(f"words: expected sequences of at least 1 token, got shape {list(words.shape)}")
-    if history.stride(1) != 1:
-        raise ValueError(f"history: expected stride 1 in the last dimension, got strides {history.stride()}")
+    expect_at_least_one(**{"tokens of the sequences in words": words.shape[-1]})
     call = Forbidden(logits, tokens, mask, positions, history, lengths, words, until)
     dispatch("forbid_tokens", __package__, impl, logits, kernel="kernel_logits")(call)
 
@@ -230,12 +225,8 @@ def mask_tokens(logits: Tensor, bits: Tensor, constrained: Tensor, *, impl: str 
 def expect_rows(name: str, values: Tensor, shape: Sequence[int | None], *dtypes: torch.dtype) -> None:
     """Raise ValueError unless `values` [..., V] are rows that a kernel can read: the vocabulary contiguous and not
     empty, the dimensions before it mergeable into one strided dimension."""
-    expect_shape(name, values, shape)
-    expect_dtype(name, values, *dtypes)
-    if values.shape[-1] < 1:
-        raise ValueError(f"{name}: expected a vocabulary of at least 1, got shape {list(values.shape)}")
-    if values.shape[-1] > 1 and values.stride(-1) != 1:
-        raise ValueError(f"{name}: expected stride 1 in the vocabulary dimension, got strides {values.stride()}")
+    expect_strided(**{name: (values, shape, dtypes)})
+    expect_at_least_one(**{f"vocabulary of {name}": values.shape[-1]})
     if values.ndim == 3:
         batch, num_nodes = values.shape[:2]
         if batch > 1 and num_nodes > 1 and values.stride(0) != num_nodes * values.stride(1):

@@ -9,7 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_at_least, expect_between, expect_dtype, expect_shape, expect_tensors
+from specdec_kernels.checks import (
+    expect_at_least,
+    expect_at_least_one,
+    expect_between,
+    expect_shape,
+    expect_strided,
+    expect_tensors,
+)
 from specdec_kernels.launch import dispatch
 from specdec_kernels.tree.types import (
     MAX_NODES,
@@ -48,8 +55,7 @@ def build_tree(parents: Tensor, lengths: Tensor, impl: str = "auto") -> TreeLink
 def build_chain(lengths: Tensor, num_nodes: int, impl: str = "auto") -> TreeLinks:
     """`build_tree` of chains of `num_nodes` nodes: node i is the child of node i - 1. `lengths` [B] int64."""
     expect_tensors(lengths=(lengths, (None,), torch.int64))
-    if num_nodes < 1:
-        raise ValueError(f"num_nodes: expected at least 1 (the root), got {num_nodes}")
+    expect_at_least_one(num_nodes=num_nodes)
     return dispatch("build_chain", __package__, impl, lengths)(lengths, num_nodes)
 
 
@@ -64,21 +70,15 @@ def links_from_mask(mask: Tensor, lengths: Tensor, impl: str = "auto") -> TreeLi
             contiguous, 1 <= N <= 256.
         lengths: [B] int64, committed tokens of each request.
     """
-    expect_dtype("mask", mask, torch.int64, torch.bool)
-    expect_shape("mask", mask, (None, None, None))
-    num_nodes = mask.shape[1]
-    expect_nodes("mask", num_nodes)
-    columns = mask_words(num_nodes) if mask.dtype == torch.int64 else num_nodes
-    expect_tensors(mask=(mask, (None, num_nodes, columns), mask.dtype), lengths=(lengths, mask.shape[:1], torch.int64))
+    _expect_mask(mask, torch.int64, torch.bool)
+    expect_tensors({"mask": mask}, lengths=(lengths, mask.shape[:1], torch.int64))
     return dispatch("links_from_mask", __package__, impl, mask)(mask, lengths)
 
 
 def tree_parents(mask: Tensor, impl: str = "auto") -> Tensor:
     """[B, N] int32: the parents of trees from masks [B, N, ceil(N/64)] int64 as in `TreeLinks`: the last node before a
     node that it sees, -1 for the root and for unused nodes."""
-    expect_shape("mask", mask, (None, None, None))
-    expect_nodes("mask", mask.shape[1])
-    expect_tensors(mask=(mask, (None, mask.shape[1], mask_words(mask.shape[1])), torch.int64))
+    _expect_mask(mask, torch.int64)
     return dispatch("tree_parents", __package__, impl, mask)(mask)
 
 
@@ -100,9 +100,9 @@ def merge_trees(
         other_tokens=(other_tokens, (batch, None), torch.int64),
         other_parents=(other_parents, (batch, other_tokens.shape[-1]), torch.int32),
     )
-    for name, size in (("tokens", tokens.shape[1]), ("other_tokens", other_tokens.shape[1])):
+    first, second = tokens.shape[1], other_tokens.shape[1]
+    for name, size in dict(tokens=first, other_tokens=second, union=first + second - 1).items():
         expect_nodes(name, size)
-    expect_nodes("union", tokens.shape[1] + other_tokens.shape[1] - 1)
     return dispatch("merge_trees", __package__, impl, tokens)(tokens, parents, other_tokens, other_parents)
 
 
@@ -117,10 +117,7 @@ def draft_topk(logits: Tensor, k: int, temperature: Tensor | None = None, impl: 
         k: 1 to 64.
         temperature: [R] float32 or None for 1.
     """
-    expect_shape("logits", logits, (None, None))
-    expect_dtype("logits", logits, torch.float32, torch.float16, torch.bfloat16)
-    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
-        raise ValueError(f"logits: expected stride 1 in the last dimension, got strides {logits.stride()}")
+    expect_strided(logits=(logits, (None, None), (torch.float32, torch.float16, torch.bfloat16)))
     expect_between("k", k, 1, min(MAX_CHILDREN, logits.shape[1]))
     expect_tensors({"logits": logits}, temperature=(temperature, logits.shape[:1], torch.float32))
     return dispatch("draft_topk", __package__, impl, logits, kernel="kernel_topk")(logits, k, temperature)
@@ -161,7 +158,7 @@ def sample_children(
         replacement: whether siblings may carry one token.
         uniforms: [B, N] float64 in [0, 1), one per node, replaces the generator.
     """
-    expect_tensors(tokens=(tokens, (None, None), torch.int64), probs=(probs, (None, None, None), torch.float32))
+    expect_tensors(tokens=(tokens, (None, None), torch.int64))
     batch, num_nodes = tokens.shape
     expect_tensors(
         {"tokens": tokens},
@@ -174,8 +171,7 @@ def sample_children(
         positions=(positions, (batch,), torch.int64),
         uniforms=(uniforms, (batch, num_nodes), torch.float64),
     )
-    for name, size in (("V of probs", probs.shape[2]), ("C of top_tokens", top_tokens.shape[2])):
-        expect_at_least(name, size, 1)
+    expect_at_least_one(**{"V of probs": probs.shape[2], "C of top_tokens": top_tokens.shape[2]})
     if uniforms is None and (seeds is None or positions is None):
         raise ValueError("sample_children: expected seeds and positions, or uniforms; got neither")
     call = ChildSampling(
@@ -314,6 +310,14 @@ def best_first_tree(
     expect_nodes("num_nodes", num_nodes)
     grow = dispatch("best_first_tree", __package__, impl, probs, kernel="kernel_selection")
     return grow(probs, tokens, last_tokens, num_nodes)
+
+
+def _expect_mask(mask: Tensor, *dtypes: torch.dtype) -> None:
+    expect_shape("mask", mask, (None, None, None))
+    num_nodes = mask.shape[1]
+    expect_nodes("mask", num_nodes)
+    columns = num_nodes if mask.dtype == torch.bool else mask_words(num_nodes)
+    expect_tensors(mask=(mask, (None, num_nodes, columns), dtypes))
 
 
 def expect_nodes(name: str, num_nodes: int) -> None:

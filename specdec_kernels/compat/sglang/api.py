@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specdec_kernels.checks import (
     expect_at_least,
+    expect_at_least_one,
     expect_contiguous,
     expect_dtype,
     expect_same_device,
@@ -135,10 +136,7 @@ def verify_tree_greedy(
     outcome = Outcome(predicts, accept_index, accept_token_num)
     tree = Tree(candidates, retrive_index, retrive_next_token, retrive_next_sibling)
     _check_walk(outcome, tree)
-    expect_shape("target_predict", target_predict, (candidates.shape[0], None))
-    expect_dtype("target_predict", target_predict, *INTEGERS)
-    expect_contiguous(target_predict=target_predict)
-    expect_same_device(candidates=candidates, target_predict=target_predict)
+    expect_tensors({"candidates": candidates}, target_predict=(target_predict, (len(candidates), None), INTEGERS))
     dispatch("verify_tree_greedy", __package__, impl, candidates)(outcome, tree, target_predict)
 
 
@@ -207,9 +205,8 @@ def segment_packbits(
         output_indptr: [bs + 1] int32, running sum of ceil(segment / 8).
         y: [>= output_indptr[bs]] uint8, written in place; bytes after the last segment stay.
     """
-    expect_dtype("x", x, torch.bool, torch.uint8)
     expect_tensors(
-        x=(x, (None,), x.dtype),
+        x=(x, (None,), (torch.bool, torch.uint8)),
         y=(y, (None,), torch.uint8),
         input_indptr=(input_indptr, (batch_size + 1,), torch.int32),
         output_indptr=(output_indptr, (batch_size + 1,), torch.int32),
@@ -274,28 +271,20 @@ def _tree_outputs(batch: int, nodes: int, positions: Tensor, *links: Tensor) -> 
     if positions.numel() != batch * nodes:
         raise ValueError(f"positions: expected {batch * nodes} entries, got {list(positions.shape)}")
     outputs = BuiltTree(positions, *links)
-    for name, tensor in outputs._asdict().items():
-        expect_shape(name, tensor, (positions.shape if tensor is positions else (batch, nodes)))
-        expect_dtype(name, tensor, *INTEGERS)
-    expect_contiguous(**outputs._asdict())
-    expect_same_device(**outputs._asdict())
+    shapes = dict.fromkeys(BuiltTree._fields, (batch, nodes)) | dict(positions=positions.shape)
+    expect_tensors(**{name: (tensor, shapes[name], INTEGERS) for name, tensor in outputs._asdict().items()})
     return outputs
 
 
 def _check_walk(outcome: Outcome, tree: Tree) -> None:
-    predicts, accept_index, accept_token_num = outcome
     expect_shape("candidates", tree.candidates, (None, None))
     batch, nodes = tree.candidates.shape
-    expect_shape("accept_index", accept_index, (batch, None))
-    expect_shape("accept_token_num", accept_token_num, (batch,))
-    expect_shape("predicts", predicts, (None,))
-    expect_at_least("predicts's entries", predicts.shape[0], batch * nodes)
-    expect_at_least("candidates's columns", nodes, 1)
-    expect_at_least("accept_index's columns", accept_index.shape[1], 1)
-    tensors = outcome._asdict() | tree._asdict()
-    for name, tensor in tensors.items():
-        expect_dtype(name, tensor, *INTEGERS)
-        if name in tree._fields:
-            expect_shape(name, tensor, (batch, nodes))
-    expect_contiguous(**tensors)
-    expect_same_device(**tensors)
+    expect_tensors(
+        predicts=(outcome.predicts, (None,), INTEGERS),
+        accept_index=(outcome.accept_index, (batch, None), INTEGERS),
+        accept_token_num=(outcome.accept_token_num, (batch,), INTEGERS),
+        **{name: (tensor, (batch, nodes), INTEGERS) for name, tensor in tree._asdict().items()},
+    )
+    expect_at_least("predicts's entries", outcome.predicts.shape[0], batch * nodes)
+    columns = outcome.accept_index.shape[1]
+    expect_at_least_one(**{"candidates's columns": nodes, "accept_index's columns": columns})
