@@ -45,10 +45,9 @@ def paged_attention(
 ) -> Tensor:
     """Attention of N query rows per request over its paged keys and values: [B, N, H, D] in q's dtype.
 
-    Decoding is N = 1; prefill is `mode="chain"` with L tokens already stored. Every slot up to the last key, at L +
-    q_lens
-    - 1 or L + tree_width - 1, must hold finite numbers, seen or not. A result depends on the number of requests, which
-    decides how keys are split, and on nothing else of the other requests.
+    Decoding is N = 1; prefill is `mode="chain"` with L tokens already stored. Every slot up to the last key, which is
+    L + q_lens - 1 or L + tree_width - 1, must hold finite numbers, seen or not. A result depends on the number of
+    requests, which decides how keys are split, and on nothing else of the other requests.
 
     Args:
         q: [B, N, H, D], D a multiple of 16 up to 256, H a multiple of H_kv. Contiguous.
@@ -70,9 +69,8 @@ def paged_attention(
     Raises:
         ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and actual.
     """
-    call = _checked(
-        q, kv, metadata, sinks, k_scale, v_scale, tile_schedule, split_tokens, tuning, batch_invariant, in_order
-    )
+    scales, options = (sinks, k_scale, v_scale), (split_tokens, tuning, batch_invariant, in_order)
+    call = _checked(q, kv, metadata, LayerScales(*scales), SplitOptions(*options), tile_schedule)
     expect_tensors({"q": q}, out=(out, tuple(q.shape), q.dtype))
     return dispatch("paged_attention", __package__, impl, q)(call, out)
 
@@ -82,7 +80,10 @@ def paged_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention`, and the log-sum-exp (natural logarithm) of each row's scores, its sink included: (out,
     lse [B, N, H] float32, float64 for float64 input). `options` are those of `paged_attention` but `out`."""
-    return dispatch("paged_attention_with_lse", __package__, impl, q)(_checked(q, kv, metadata, **options))
+    scales = LayerScales(**{name: options.pop(name) for name in LayerScales._fields if name in options})
+    tile_schedule = options.pop("tile_schedule", None)
+    call = _checked(q, kv, metadata, scales, SplitOptions(**options), tile_schedule)
+    return dispatch("paged_attention_with_lse", __package__, impl, q)(call)
 
 
 def plan_attention(
@@ -167,18 +168,11 @@ def _checked(
     q: Tensor,
     kv: Tensor,
     metadata: AttentionMetadata,
-    sinks: Tensor | None = None,
-    k_scale: float | Tensor = 1.0,
-    v_scale: float | Tensor = 1.0,
-    tile_schedule: TileSchedule | None = None,
-    split_tokens: int | None = None,
-    tuning: Mapping[str, Any] | None = None,
-    batch_invariant: bool = False,
-    in_order: bool | None = None,
+    scales: LayerScales,
+    options: SplitOptions,
+    tile_schedule: TileSchedule | None,
 ) -> AttentionCall:
     """The call with every default filled in."""
-    scales = LayerScales(sinks, k_scale, v_scale)
-    options = SplitOptions(split_tokens, tuning, batch_invariant, in_order)
     _check_pool(q, kv, metadata)
     check_draft(q, metadata)
     _check_depths(q, metadata)
@@ -196,7 +190,7 @@ def _checked(
             if ours != theirs
         ]
         raise ValueError(f"tile_schedule: expected the list of a call of this shape, got {'; '.join(differences)}")
-    scales = LayerScales(sinks, *(x if isinstance(x, Tensor) else float(x) for x in (k_scale, v_scale)))
+    scales = LayerScales(scales.sinks, *(x if isinstance(x, Tensor) else float(x) for x in scales[1:]))
     return AttentionCall(q, kv, filled, scales, work, config, tile_schedule)
 
 

@@ -49,6 +49,7 @@ class Static(NamedTuple):
     WORDS: Any  # of a row of the mask
     ALL_SLOTS: Any  # every request has all slots of the tree
     SPLIT: Any  # partial results are merged by another kernel
+    FIXED: Any  # splits lie at fixed positions
     FP8: Any  # one of FP8_NONE, FP8_NATIVE, FP8_BITS
     BLOCK_M: Any  # query rows
     BLOCK_N: Any  # keys
@@ -192,16 +193,36 @@ def split_layout(length, end, splits, FIXED: tl.constexpr):
 
 
 @triton.jit
-def split_range(
-    lengths_ptr, q_lens_ptr, request, split, splits, SPLIT: tl.constexpr, ALL_SLOTS: tl.constexpr, FIXED: tl.constexpr
-):
+def item_of(work, call, STATIC: tl.constexpr):
+    """(request, tile of query rows, split of the keys, place of the partial result) of a work item: an entry of the
+    tile schedule or, without one, a program of the grid."""
+    if call.items is None:
+        num_tiles = (call.splits.num_nodes * STATIC.GROUP + STATIC.BLOCK_M - 1) // STATIC.BLOCK_M
+        index = work // STATIC.H_KV
+        # The last tile of a causal prefill has the most keys, so it starts first.
+        tile = num_tiles - 1 - index % num_tiles
+        split = index // num_tiles % call.num_splits
+        request = (index // num_tiles // call.num_splits).to(tl.int64)
+        part = request * call.num_splits + split
+    else:
+        entry = call.items + work // STATIC.H_KV * 3
+        request = tl.load(entry).to(tl.int64)
+        tile = tl.load(entry + 1)
+        split = tl.load(entry + 2)
+        part = (tl.load(call.offsets + request) + split).to(tl.int64)
+    return request, tile, split, part
+
+
+@triton.jit
+def split_range(call, request, split, STATIC: tl.constexpr):
     """(first key, past the last key, number of splits) of a request's split; zeros and one where keys are not split."""
-    if SPLIT:
-        length = tl.load(lengths_ptr + request).to(tl.int32)
-        used = used_rows(q_lens_ptr, request, splits.num_nodes)
-        end = key_end(length, used, splits.num_slots, splits.max_length, ALL_SLOTS)
-        tokens, begin, first, live = split_layout(length, end, splits, FIXED)
-        if FIXED:
+    if STATIC.SPLIT:
+        splits = call.splits
+        length = tl.load(call.lengths + request).to(tl.int32)
+        used = used_rows(call.q_lens, request, splits.num_nodes)
+        end = key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)
+        tokens, begin, first, live = split_layout(length, end, splits, STATIC.FIXED)
+        if STATIC.FIXED:
             split_begin = fixed_split_begin(first + split, splits.split_tokens, splits.first_splits)
             split_end = fixed_split_begin(first + split + 1, splits.split_tokens, splits.first_splits)
             split_end = tl.minimum(split_end, end)

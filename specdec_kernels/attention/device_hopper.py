@@ -20,6 +20,7 @@ from specdec_kernels.attention.device import (
     LOG2_E,
     fold_sink,
     inverse_or_zero,
+    item_of,
     key_end,
     log2_sum,
     split_range,
@@ -80,23 +81,8 @@ def work_item(work, call, STATIC: gl.constexpr):
     ROWS: gl.constexpr = STATIC.BLOCK_M
     GROUP: gl.constexpr = STATIC.GROUP
     splits = call.splits
-    if call.items is None:
-        num_tiles = (splits.num_nodes * GROUP + ROWS - 1) // ROWS
-        index = work // STATIC.H_KV
-        # The last tile of a causal prefill has the most keys, so it starts first.
-        tile = num_tiles - 1 - index % num_tiles
-        split = index // num_tiles % call.num_splits
-        request = (index // num_tiles // call.num_splits).to(gl.int64)
-        part = request * call.num_splits + split
-    else:
-        entry = call.items + work // STATIC.H_KV * 3
-        request = gl.load(entry).to(gl.int64)
-        tile = gl.load(entry + 1)
-        split = gl.load(entry + 2)
-        part = (gl.load(call.offsets + request) + split).to(gl.int64)
-    begin, split_end, live = split_range(
-        call.lengths, call.q_lens, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, False
-    )
+    request, tile, split, part = item_of(work, call, STATIC)
+    begin, split_end, live = split_range(call, request, split, STATIC)
     length = gl.load(call.lengths + request).to(gl.int32)
     used = used_rows(call.q_lens, request, splits.num_nodes)
     end = key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)

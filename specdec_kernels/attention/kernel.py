@@ -28,12 +28,10 @@ from torch import Tensor
 from specdec_kernels.attention.device import (
     LN_2,
     LOG2_E,
-    MODE_CODES,
     PATHS,
     RUN_TIME_SIZES,
     Call,
     Splits,
-    Static,
     View,
     capped,
     fixed_split_begin,
@@ -41,6 +39,7 @@ from specdec_kernels.attention.device import (
     fold_sink,
     half_queries,
     inverse_or_zero,
+    item_of,
     key_end,
     log2_sum,
     page_ids,
@@ -60,7 +59,13 @@ from specdec_kernels.attention.device_fp8 import attend_keys_swap_ab
 from specdec_kernels.attention.kernel_hopper import WARP_SPECIALIZED_TILES, launch_warp_specialized
 from specdec_kernels.attention.kernel_merge import merge
 from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
-from specdec_kernels.attention.launch_arguments import pdl_options, pool_argument, score_factors, tile_arguments
+from specdec_kernels.attention.launch_arguments import (
+    pdl_options,
+    pool_argument,
+    schedule_tensors,
+    score_factors,
+    static_of,
+)
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import launch
 from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
@@ -278,22 +283,10 @@ def _attention_kernel(
     score_scale,  # of q . k: to base 2, or to the argument of tanh with a soft cap
     value_scale,
     soft_cap,  # of the scores, base 2, or None
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    H_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    MODE: tl.constexpr,
-    WORDS: tl.constexpr,
-    ALL_SLOTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FIXED: tl.constexpr,
     IN_ORDER: tl.constexpr,
-    FP8: tl.constexpr,
     SWAP_AB: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
+    STATIC: tl.constexpr,  # `device.Static`
 ):
     # The predecessor may have written every input, the lengths included, so nothing is loaded before the wait.
     wait_for_predecessor(PDL)
@@ -305,35 +298,21 @@ def _attention_kernel(
         num_pages=num_pages, num_splits=num_splits, table_stride=table_stride, score_scale=score_scale,
         value_scale=value_scale, soft_cap=soft_cap,
     )  # fmt: skip
-    STATIC: tl.constexpr = Static(
-        D, BLOCK_D, H_KV, GROUP, PAGE, MODE, WORDS, ALL_SLOTS, SPLIT, FP8, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N
-    )  # fmt: skip
+    H_KV: tl.constexpr = STATIC.H_KV
     if items_ptr is None:
-        num_tiles = (num_nodes * GROUP + BLOCK_M - 1) // BLOCK_M
-        index = tl.program_id(0) // H_KV
-        # The last tile of a causal prefill has the most keys, so it starts first.
-        tile = num_tiles - 1 - index % num_tiles
-        split = index // num_tiles % num_splits
-        request = (index // num_tiles // num_splits).to(tl.int64)
-        begin, end, live = split_range(lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED)
-        if SPLIT:
+        request, tile, split, part = item_of(tl.program_id(0), call, STATIC)
+        begin, end, live = split_range(call, request, split, STATIC)
+        if STATIC.SPLIT:
             # The merge reads only the splits that a request has.
             if split >= live:
                 return
-        item = Item(request, tl.program_id(0) % H_KV, tile, begin, end, request * num_splits + split)
-        _attend(call, item, IN_ORDER, SWAP_AB, STATIC)
+        _attend(call, Item(request, tl.program_id(0) % H_KV, tile, begin, end, part), IN_ORDER, SWAP_AB, STATIC)
     else:
         # A persistent loop over the work items of the tile schedule.
-        work_end = tl.load(num_items_ptr) * H_KV
-        for work in tl.range(tl.program_id(0), work_end, tl.num_programs(0)):
-            entry = items_ptr + work // H_KV * 3
-            request = tl.load(entry).to(tl.int64)
-            tile = tl.load(entry + 1)
-            split = tl.load(entry + 2)
-            part = (tl.load(offsets_ptr + request) + split).to(tl.int64)
-            begin, end, _ = split_range(lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED)
-            item = Item(request, work % H_KV, tile, begin, end, part)
-            _attend(call, item, IN_ORDER, SWAP_AB, STATIC)
+        for work in tl.range(tl.program_id(0), tl.load(num_items_ptr) * H_KV, tl.num_programs(0)):
+            request, tile, split, part = item_of(work, call, STATIC)
+            begin, end, _ = split_range(call, request, split, STATIC)
+            _attend(call, Item(request, work % H_KV, tile, begin, end, part), IN_ORDER, SWAP_AB, STATIC)
 
 
 def paged_attention(call: AttentionCall, out: Tensor | None = None) -> Tensor:
@@ -351,13 +330,12 @@ def _attention(call: AttentionCall, lse: Tensor | None, out: Tensor | None = Non
     if q.dtype == torch.float64:
         raise ValueError("q: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     out = torch.empty_like(q) if out is None else out
-    along_paths = work.fixed_splits and call.metadata.mode == "tree"
-    split = work.num_splits > 1 or along_paths
+    split = work.num_splits > 1 or call.along_paths
     parts = (work.batch * work.num_splits, *q.shape[1:3])
     # Rounded as the result itself is: float32 would double the bytes that partial results write and read.
     part = q.new_empty((*parts, q.shape[3])) if split else out
     part_lse = q.new_empty(parts, dtype=torch.float32) if split else lse
-    state = TreeState.empty(q) if along_paths else None
+    state = TreeState.empty(q) if call.along_paths else None
     if _is_warp_specialized(call):
         launch_warp_specialized(call, part, part_lse)
     else:
@@ -385,33 +363,23 @@ def _launch(call: AttentionCall, part: Tensor, part_lse: Tensor | None, state: T
     """Write `part` and `part_lse`, the partial results or, without splits, the results."""
     q, kv, metadata, scales, work, config, tile_schedule = call
     _, num_pages, _, kv_heads, _ = kv.shape
-    along_paths = state is not None
     windowed = metadata.window is not None
     launch(
         _attention_kernel,
         (work.programs(kv_heads, tile_schedule is not None, config.resident_programs),),
         *(q, pool_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens),
-        *((None, None) if along_paths else (metadata.mask, metadata.depths if windowed else None)),
+        *((None, None) if call.along_paths else (metadata.mask, metadata.depths if windowed else None)),
         metadata.row_depths if windowed else None,
         *scales.of_heads,
-        *((None, None, None) if tile_schedule is None else tile_schedule[:3]),
+        *schedule_tensors(call),
         *(part, part_lse, *(state or (None, None))),
         *(work.num_nodes, num_pages, work.num_splits, *work.sizes, metadata.page_table.stride(0)),
         *score_factors(call),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        H_KV=kv_heads,
-        GROUP=work.group,
-        MODE=MODE_CODES["paths" if along_paths else metadata.mode],
-        WORDS=0 if metadata.mask is None or along_paths else metadata.mask.shape[2],
-        ALL_SLOTS=work.all_slots,
-        SPLIT=work.num_splits > 1 or along_paths,
-        FIXED=work.fixed_splits,
         IN_ORDER=work.in_order,
         # Products in another order would not have the bits of the nodes' own paths, see `kernel_tree`.
         SWAP_AB=config.swap_ab and config.fp8_code(kv.dtype) != 0 and not work.fixed_splits,
-        BLOCK_M=config.block_m,
-        PDL=config.pdl,
-        **tile_arguments(call),
+        STATIC=static_of(call),
         **pdl_options(config.pdl),
     )

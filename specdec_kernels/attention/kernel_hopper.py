@@ -29,11 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from specdec_kernels.attention.device import (
-    MODE_CODES,
     RUN_TIME_SIZES,
     Call,
     Splits,
-    Static,
     View,
     finite_or_zero,
     page_ids,
@@ -55,7 +53,7 @@ from specdec_kernels.attention.device_hopper import (
     write_rows,
 )
 from specdec_kernels.attention.device_hopper_fp8 import attend_fp8, convert_tiles
-from specdec_kernels.attention.launch_arguments import pdl_options, score_factors
+from specdec_kernels.attention.launch_arguments import schedule_tensors, score_factors, static_of
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import launch
 
@@ -231,17 +229,7 @@ def _hopper_kernel(
     table_stride,
     score_scale,  # of q . k, to base 2
     value_scale,
-    D: gl.constexpr,
-    H_KV: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAGE: gl.constexpr,
-    MODE: gl.constexpr,
-    WORDS: gl.constexpr,
-    ALL_SLOTS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    FP8: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    STATIC: gl.constexpr,  # `device.Static`
     NUM_BUFFERS: gl.constexpr,
     COMPUTING: gl.constexpr,
     COPYING: gl.constexpr,
@@ -250,11 +238,12 @@ def _hopper_kernel(
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    GROUPS: gl.constexpr = ROWS // GROUP_ROWS
-    dtype: gl.constexpr = gl.float16 if FP8 else q_ptr.dtype.element_ty
-    k_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, BLOCK_N, D], SHARED)
-    v_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, BLOCK_N, D], SHARED)
-    full, empty = _barriers(ROWS, NUM_BUFFERS)
+    D: gl.constexpr = STATIC.D
+    GROUPS: gl.constexpr = STATIC.BLOCK_M // GROUP_ROWS
+    dtype: gl.constexpr = gl.float16 if STATIC.FP8 else q_ptr.dtype.element_ty
+    k_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
+    v_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
+    full, empty = _barriers(STATIC.BLOCK_M, NUM_BUFFERS)
     if GROUPS == 1:
         queries = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_ROWS, D], SHARED)
         ring = Ring(k_tiles, v_tiles, queries, full, empty)
@@ -267,10 +256,7 @@ def _hopper_kernel(
         num_splits=num_splits, table_stride=table_stride, score_scale=score_scale, value_scale=value_scale,
         soft_cap=None,
     )  # fmt: skip
-    STATIC: gl.constexpr = Static(
-        D, D, H_KV, GROUP, PAGE, MODE, WORDS, ALL_SLOTS, SPLIT, FP8, BLOCK_M=ROWS, BLOCK_N=BLOCK_N
-    )
-    if not FP8:
+    if not STATIC.FP8:
         gl.warp_specialize(
             [
                 (_attend_halves, (0, call, ring, NUM_BUFFERS, STATIC)),
@@ -301,27 +287,17 @@ def _hopper_kernel(
 def launch_warp_specialized(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
     """Write `out` and `lse`: the partial results or, without splits, the results."""
     q, kv, metadata, scales, work, config, tile_schedule = call
-    _, num_pages, page_size, kv_heads, head_dim = kv.shape
+    _, num_pages, _, kv_heads, _ = kv.shape
     fp8 = kv.dtype == torch.float8_e4m3fn
     launch(
         _hopper_kernel,
         (work.programs(kv_heads, tile_schedule is not None, config.resident_programs),),
         *(q, kv.view(torch.int32) if fp8 else kv, metadata.page_table, metadata.lengths, metadata.q_lens),
-        *(metadata.mask, *scales.of_heads, *((None, None, None) if tile_schedule is None else tile_schedule[:3])),
+        *(metadata.mask, *scales.of_heads, *schedule_tensors(call)),
         *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.sizes[:-1], metadata.page_table.stride(0)),
         *score_factors(call)[:2],
         num_warps=WARPS.value,
-        D=head_dim,
-        H_KV=kv_heads,
-        GROUP=work.group,
-        PAGE=page_size,
-        MODE=MODE_CODES[metadata.mode],
-        WORDS=0 if metadata.mask is None else metadata.mask.shape[2],
-        ALL_SLOTS=work.all_slots,
-        SPLIT=work.num_splits > 1,
-        FP8=fp8,
-        ROWS=work.block_m,
-        BLOCK_N=_KEYS,
+        STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=_KEYS),
+        launch_pdl=True,
         **_SETTINGS[kv.dtype.itemsize, work.block_m],
-        **pdl_options(config.pdl),
     )

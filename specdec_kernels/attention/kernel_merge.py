@@ -26,7 +26,7 @@ from specdec_kernels.attention.device import (
     split_layout,
     used_rows,
 )
-from specdec_kernels.attention.launch_arguments import pdl_options
+from specdec_kernels.attention.launch_arguments import pdl_options, schedule_tensors
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
@@ -114,13 +114,13 @@ def _merge_kernel(
 
 def merge(call: AttentionCall, part: Tensor, part_lse: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
     """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results of `call.work.num_splits` splits."""
-    metadata, work, tile_schedule = call.metadata, call.work, call.tile_schedule
+    metadata, work = call.metadata, call.work
     batch, num_nodes, heads, head_dim = out.shape
     config = merge_config(current_chip(out), num_nodes * heads, work.num_splits)
     launch(
         _merge_kernel,
         (batch * -(-num_nodes * heads // config.rows),),
-        *(part, part_lse, None if tile_schedule is None else tile_schedule.offsets, metadata.lengths, metadata.q_lens),
+        *(part, part_lse, schedule_tensors(call)[1], metadata.lengths, metadata.q_lens),
         *(call.scales.sinks, out, lse, num_nodes, work.num_splits, *work.sizes),
         num_warps=config.num_warps,
         num_stages=2,
@@ -131,6 +131,5 @@ def merge(call: AttentionCall, part: Tensor, part_lse: Tensor | None, out: Tenso
         FIXED=work.fixed_splits,
         ROWS=config.rows,
         UNROLL=config.unroll,
-        PDL=config.pdl,
         **pdl_options(config.pdl),
     )

@@ -35,7 +35,13 @@ from specdec_kernels.attention.device import (
     used_rows,
     widen,
 )
-from specdec_kernels.attention.launch_arguments import pdl_options, pool_argument, score_factors, tile_arguments
+from specdec_kernels.attention.launch_arguments import (
+    pdl_options,
+    pool_argument,
+    schedule_tensors,
+    score_factors,
+    static_of,
+)
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
@@ -113,14 +119,13 @@ def _fold_both(sums, part_first, part_last, lse):
 
 
 @triton.jit
-def _fold_tile(
-    sums, q_first, q_last, pool, places, seen, score_scale, soft_cap, dims,
-    D: tl.constexpr, H_KV: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
+def _fold_tile(sums, q_first, q_last, pool, places, seen, score_scale, soft_cap, dims, STATIC: tl.constexpr):
     """`softmax_step` over the keys at `places` [N] that are `seen` [N]; -1 for a key that is not there."""
+    D: tl.constexpr = STATIC.D
+    FP8: tl.constexpr = STATIC.FP8
     more_dims = dims.shape[0] + dims
     stored = places >= 0
-    tokens = places * H_KV
+    tokens = places * STATIC.H_KV
     # One half after the other: a warp has no room for both.
     keys = widen(_load_half(pool.key_ptr, tokens, stored, dims, D), q_first, FP8)
     scores = tl.dot(q_first, tl.trans(keys), input_precision="ieee")
@@ -213,16 +218,14 @@ def _tree_attention_kernel(
     score_scale,
     value_scale,
     soft_cap,
-    H_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    FP8: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
+    STATIC: tl.constexpr,  # `device.Static`
 ):
+    D: tl.constexpr = STATIC.D
+    H_KV: tl.constexpr = STATIC.H_KV
+    GROUP: tl.constexpr = STATIC.GROUP
+    BLOCK_M: tl.constexpr = STATIC.BLOCK_M
+    BLOCK_N: tl.constexpr = STATIC.BLOCK_N
     kv_head = tl.program_id(0) % H_KV
     index = tl.program_id(0) // H_KV
     node = index % num_nodes
@@ -237,7 +240,7 @@ def _tree_attention_kernel(
     valid = head < GROUP
     row_used = valid & in_use
     rows = (request * num_nodes + node) * (H_KV * GROUP) + kv_head * GROUP + head
-    HALF: tl.constexpr = max(BLOCK_D // 2, 16)  # a matrix product takes 16 at least
+    HALF: tl.constexpr = max(STATIC.BLOCK_D // 2, 16)  # a matrix product takes 16 at least
     dims = tl.arange(0, HALF)
     q_first = _load_half(q_ptr, rows, row_used, dims, D)
     q_last = _load_half(q_ptr, rows, row_used, HALF + dims, D)
@@ -246,9 +249,9 @@ def _tree_attention_kernel(
     if v_scale_ptr is not None:
         value_scale *= tl.load(v_scale_ptr + kv_head)
     paths = paths_ptr + (request * num_nodes + node) * num_slots
-    q_first, q_last, row_factor = half_queries_in_halves(q_first, q_last, FP8)
+    q_first, q_last, row_factor = half_queries_in_halves(q_first, q_last, STATIC.FP8)
     score_scale = row_factor * score_scale
-    pool = pool_of(kv_ptr, table_ptr + request * table_stride, kv_head, num_pages, PAGE, H_KV, D)
+    pool = pool_of(kv_ptr, table_ptr + request * table_stride, kv_head, num_pages, STATIC.PAGE, H_KV, D)
     begin = 0
     lowest = 0
     if window is not None:
@@ -269,9 +272,9 @@ def _tree_attention_kernel(
     split_end = fixed_split_begin(split + 1, split_tokens, first_splits)
     for start in tl.range(border, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
-        places = _place_of_keys(paths, pool.table_row, positions, length, num_slots, max_length, PAGE)
+        places = _place_of_keys(paths, pool.table_row, positions, length, num_slots, max_length, STATIC.PAGE)
         seen = (places >= 0) & (positions >= lowest)
-        sums = _fold_tile(sums, q_first, q_last, pool, places, seen, score_scale, soft_cap, dims, D, H_KV, FP8)
+        sums = _fold_tile(sums, q_first, q_last, pool, places, seen, score_scale, soft_cap, dims, STATIC)
         if (start + BLOCK_N == split_end) | (start + BLOCK_N >= end):
             out = _fold_closed(out, sums, value_scale, out_ptr.dtype.element_ty)
             sums = _no_sums(BLOCK_M, HALF)
@@ -283,7 +286,7 @@ def launch_tree(
     call: AttentionCall, part: Tensor, part_lse: Tensor | None, state: TreeState, out: Tensor, lse: Tensor | None
 ) -> None:
     """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results and the sums of the prefix's last split."""
-    q, kv, metadata, scales, work, _, tile_schedule = call
+    q, kv, metadata, scales, work, _, _ = call
     kv_heads = kv.shape[3]
     config = node_config(current_chip(q), call.config, work.group, q.dtype.itemsize)
     launch(
@@ -291,15 +294,11 @@ def launch_tree(
         (work.batch * work.num_nodes * kv_heads,),
         *(q, pool_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens, metadata.paths),
         None if metadata.window is None else metadata.row_depths,
-        *(*scales.of_heads, None if tile_schedule is None else tile_schedule.offsets, part, part_lse, *state, out, lse),
+        *(*scales.of_heads, schedule_tensors(call)[1], part, part_lse, *state, out, lse),
         *(work.num_nodes, kv.shape[1], work.num_splits, work.num_slots, work.split_tokens, work.first_splits),
         *(work.max_length, work.window, metadata.page_table.stride(0), *score_factors(call)),
         num_warps=config.num_warps,
         num_stages=1,
-        H_KV=kv_heads,
-        GROUP=work.group,
-        BLOCK_M=config.block_m,
-        PDL=config.pdl,
-        **tile_arguments(call),
+        STATIC=static_of(call)._replace(BLOCK_M=config.block_m),
         **pdl_options(config.pdl),
     )
