@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.kv_index.configs import config_of
+from specdec_kernels.kv_index.configs import CONFIGS
 from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
-from specdec_kernels.launch import lanes, launch
+from specdec_kernels.launch import current_chip, lanes, launch
 
 INT64_MAX = 2**63 - 1
 
@@ -226,7 +226,7 @@ def running_sums(
     Each count stands for `repeat` sequences. Sequence r of a count c has in step s the size
     ceil((min(max(c, 0), limit) + add + s + growth * r) / unit). No sum is larger than `capacity`.
     """
-    entries, config = counts.shape[0] * repeat, config_of(counts)
+    entries, config = counts.shape[0] * repeat, CONFIGS[current_chip(counts)]
     steps, stride = (out.shape[0], out.stride(0)) if out.dim() == 2 else (1, 0)
     launch(
         _running_sums_kernel, (steps,), counts, out, entries, capacity, limit, stride, num_warps=config.num_warps,
@@ -240,7 +240,7 @@ def token_slots(
 ) -> torch.Tensor:
     batch, row_pages = page_table.shape
     slots = torch.empty(batch, width, dtype=torch.int64, device=page_table.device)
-    total, config = batch * width, config_of(page_table)
+    total, config = batch * width, CONFIGS[current_chip(page_table)]
     # One block for every width: prompts differ in length, and each block would be compiled.
     launch(
         _token_slots_kernel, (triton.cdiv(total, config.flat_block),), page_table, start, counts, slots, total, width,
@@ -268,7 +268,7 @@ def level_slots(
         lengths.new_empty(levels, size + size % 2)[:, :size].unflatten(1, (batch, width)) for _ in range(2)
     )
     found = LevelSlots(slots, positions, torch.empty_like(active))
-    total, config = levels * size, config_of(page_table)
+    total, config = levels * size, CONFIGS[current_chip(page_table)]
     launch(
         _level_slots_kernel, (triton.cdiv(total, config.flat_block),), page_table, lengths, active, *found, batch,
         total, first, num_warps=config.num_warps, WIDTH=width, ROW_PAGES=row_pages, PAGE_SIZE=page_size,
@@ -286,7 +286,7 @@ def flashinfer_indices(
         *(torch.empty(n, dtype=torch.int32, device=page_table.device) for n in (batch + 1, capacity, batch))
     )
     running_sums(lengths, out.indptr, capacity=capacity, limit=row_pages * page_size, unit=page_size)
-    total, config = max(capacity, batch), config_of(page_table)
+    total, config = max(capacity, batch), CONFIGS[current_chip(page_table)]
     block = lanes(total, config.flat_block)
     launch(
         _flat_pages_kernel, (triton.cdiv(total, block),), page_table, lengths, *out, batch, capacity,
@@ -300,7 +300,7 @@ def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_
     out = FlashAttentionIndices(
         torch.empty_like(page_table), torch.empty(batch, dtype=torch.int32, device=page_table.device)
     )
-    total, config = batch * max(row_pages, 1), config_of(page_table)
+    total, config = batch * max(row_pages, 1), CONFIGS[current_chip(page_table)]
     block = lanes(total, config.flat_block)
     launch(
         _attention_table_kernel, (triton.cdiv(total, block),), page_table, lengths, *out, total,
@@ -315,7 +315,7 @@ def move_accepted(kv: torch.Tensor, page_table: torch.Tensor, lengths: torch.Ten
     planes, row = layers * sides, heads * dim
     if kv.numel() == 0 or nodes.numel() == 0:
         return
-    config = config_of(kv)
+    config = CONFIGS[current_chip(kv)]
     block_j = lanes(path)
     block_b = min(triton.next_power_of_2(batch), config.move_requests)
     block_f = lanes(planes * row, max(16, config.move_budget // (block_b * block_j)))

@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.compat.sglang.configs import config_of
+from specdec_kernels.compat.sglang.configs import CONFIGS
 from specdec_kernels.compat.sglang.types import Sequences, Spans
 from specdec_kernels.kv_index.kernel import owning_row, running_sums
-from specdec_kernels.launch import lanes, launch
+from specdec_kernels.launch import current_chip, lanes, launch
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def list_sequences(sequences: Sequences) -> None:
 def _gather(sequences: Sequences, counts: torch.Tensor | None = None) -> None:
     table, rows, lengths, indptr, out, repeat, _, num_steps, page_size, limit, sink = sequences
     steps, capacity = out.shape
-    config = config_of(out)
+    config = CONFIGS[current_chip(out)]
     block = lanes(capacity, config.flat_block)
     launch(
         _gather_kernel, (min(triton.cdiv(capacity, block), config.max_programs), steps), table, rows, lengths, counts,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.checks import expect_same_device, expect_tensors
 
 INT32_MAX = 2**31 - 1
 INTEGERS = (torch.int32, torch.int64)
@@ -124,6 +124,8 @@ class Launcher:
         return partial(self._run, grid)
 
     def _run(self, grid: Grid, *args: Any, **kwargs: Any) -> None:
+        if "impl" not in self._signature.parameters:  # plain torch
+            kwargs.pop("impl", None)
         given = self._signature.bind(*args, **kwargs)
         named = {name: given.arguments.get(name) for name in self._per_request}
         tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
@@ -132,9 +134,7 @@ class Launcher:
             if "grid" in self._signature.parameters:
                 given.arguments["grid"] = grid
         for name, tensor in tensors.items():
-            expect_shape(name, tensor, tensors[self._per_request[0]].shape[:1])
-            expect_dtype(name, tensor, *INTEGERS)
-        expect_contiguous(**tensors)
+            expect_tensors(**{name: (tensor, tensors[self._per_request[0]].shape[:1], INTEGERS)})
         expect_same_device(**tensors)
         given.arguments.update(tensors)
         self._function(*given.args, **given.kwargs)
