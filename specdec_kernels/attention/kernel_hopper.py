@@ -28,14 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from specdec_kernels.attention.device import (
-    RUN_TIME_SIZES,
-    Call,
-    Splits,
-    View,
-    finite_or_zero,
-    page_ids,
-)
+from specdec_kernels.attention import device as d
 from specdec_kernels.attention.device_hopper import (
     GROUP_ROWS,
     WARPS,
@@ -92,11 +85,11 @@ def _copy_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
         key_ptr = call.kv + work % H_KV * D
         value_ptr = key_ptr + call.num_pages.to(gl.int64) * (PAGE * H_KV * D)
         table_row = call.table + item.request * call.table_stride
-        pages = page_ids(table_row, item.begin + columns, item.stop, PAGE)
+        pages = d.page_ids(table_row, item.begin + columns, item.stop, PAGE)
         for tile in range(tiles):
             positions = item.begin + tile * BLOCK_N + columns
             places = pages.to(gl.int64) * PAGE + positions % PAGE
-            pages = page_ids(table_row, positions + BLOCK_N, item.stop, PAGE)
+            pages = d.page_ids(table_row, positions + BLOCK_N, item.stop, PAGE)
             offsets = places[:, None] * (H_KV * D) + dims[None, :]
             stored = (positions < item.stop)[:, None]
             mbarrier.wait(ring.empty.index(buffer), 1 - phase)
@@ -121,8 +114,8 @@ def _weights(scores, start, factor, top, total, columns, view, item, MODE: gl.co
     if start + scores.shape[1] > item.free_end:
         scores = masked(scores, start, columns, view, item.stop, MODE, WORDS)
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
-    decay = gl.exp2(top - finite_or_zero(new_top))
-    weights = gl.exp2(gl.fma(scores, factor[:, None], -finite_or_zero(new_top)[:, None]))
+    decay = gl.exp2(top - d.finite_or_zero(new_top))
+    weights = gl.exp2(gl.fma(scores, factor[:, None], -d.finite_or_zero(new_top)[:, None]))
     return weights, new_top, gl.fma(total, decay, gl.sum(weights, 1)), decay
 
 
@@ -154,7 +147,7 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.cons
             if call.mask is not None:
                 mask_row = call.mask + item.request * call.splits.num_nodes * STATIC.WORDS
             nodes = nodes_of_group(rows, LINES, STATIC)
-            view = View(mask_row, None, None, nodes, item.length, item.used, None)
+            view = d.View(mask_row, None, None, nodes, item.length, item.used, None)
             top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, LINES)
             total = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES)
             acc = gl.full([GROUP_ROWS, D], 0.0, gl.float32, SUMS)
@@ -201,7 +194,7 @@ def _barriers(ROWS: gl.constexpr, NUM_BUFFERS: gl.constexpr):
 
 
 # More than 16 run-time arguments: the same as `_attention_kernel` has.
-@gluon.jit(do_not_specialize=RUN_TIME_SIZES)
+@gluon.jit(do_not_specialize=d.RUN_TIME_SIZES)
 def _hopper_kernel(
     q_ptr,  # [B, N, H, D]
     kv_ptr,  # [2, pages, PAGE, H_KV, D], with FP8 four codes a number
@@ -249,8 +242,8 @@ def _hopper_kernel(
         ring = Ring(k_tiles, v_tiles, queries, full, empty)
     else:
         ring = Ring(k_tiles, v_tiles, None, full, empty)
-    splits = Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, None)
-    call = Call(
+    splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, None)
+    call = d.Call(
         q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, None, None, sinks_ptr, k_scale_ptr, v_scale_ptr,
         items_ptr, offsets_ptr, num_items_ptr, out_ptr, lse_ptr, None, None, splits, num_pages=num_pages,
         num_splits=num_splits, table_stride=table_stride, score_scale=score_scale, value_scale=value_scale,

@@ -116,7 +116,6 @@ def plan_levels(
         (max(1, work.batch), levels),
         *(lengths, metadata.q_lens, items, offsets, num_items, work.batch, capacity, work.num_nodes, *work.sizes),
         *(length_step, width_step),
-        num_warps=4,
         GROUP=work.group,
         BLOCK_M=work.block_m,
         ALL_SLOTS=work.all_slots,

@@ -166,7 +166,6 @@ def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) ->
         _scan_kernel,
         (len(chunks.first), heads * triton.cdiv(dv, block)),
         *(mixed, logs, keys, values, shares, state.ssm, *chunks[:4], out),
-        num_warps=4,
         num_stages=1,
         PART=config.part,
         BLOCK_V=block,
