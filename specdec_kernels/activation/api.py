@@ -15,7 +15,7 @@ def silu_mul(gate_up: Tensor, *, impl: str = "auto") -> Tensor:
     """silu(gate) * up [..., F] with silu(x) = x / (1 + exp(-x)), for gate and up side by side in `gate_up` [..., 2 F].
 
     SiLU is computed in float32 and rounded to the dtype of `gate_up` before the multiplication, as the separate
-    operations do. ValueError where a shape, dtype or layout (contiguous) does not fit.
+    operations do. `gate_up` is contiguous.
     """
     if gate_up.ndim == 0 or gate_up.shape[-1] % 2 or gate_up.shape[-1] == 0:
         raise ValueError(f"gate_up: expected an even last dimension of at least 2, got shape {list(gate_up.shape)}")

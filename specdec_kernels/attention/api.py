@@ -65,9 +65,6 @@ def paged_attention(
         in_order: with `batch_invariant`, whether one program computes all splits of its rows, which needs no memory for
             partial results and changes no bit; by default where the rows, the partial results or the requests are many.
         out: where to write the result, like q; a new tensor by default.
-
-    Raises:
-        ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and actual.
     """
     scales, options = (sinks, k_scale, v_scale), (split_tokens, tuning, batch_invariant, in_order)
     call = _checked(q, kv, metadata, LayerScales(*scales), SplitOptions(*options), tile_schedule)

@@ -1,8 +1,4 @@
-"""Public functions of the family. All take contiguous tensors and `impl`: `auto`, `triton` or `reference`.
-
-They raise ValueError for a wrong shape, dtype, stride or device, and RuntimeError where `impl="triton"` can run no
-kernel.
-"""
+"""Public functions of the family. All take contiguous tensors."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
 
 Three functions in a row: `route_experts` chooses, `schedule_experts` sorts the rows by expert, `expert_mlp` computes.
 Nothing is read by the host, and all sizes follow from the number of rows, so the three can be captured in a graph. A
-row of the result has the same bits whatever other rows are beside it. ValueError where a shape, dtype, device or layout
-(contiguous) does not fit.
+row of the result has the same bits whatever other rows are beside it. Tensors are contiguous.
 """
 
 from __future__ import annotations

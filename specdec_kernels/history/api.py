@@ -1,8 +1,4 @@
-"""Public functions of the family; `impl` is `auto`, `triton` or `reference` (plain Python; it reads back to the host).
-
-Both raise ValueError for a wrong shape, dtype, stride, device or size, and RuntimeError where `impl="triton"` can run
-no kernel.
-"""
+"""Public functions of the family. The reference is plain Python, which reads back to the host."""
 
 from __future__ import annotations
 

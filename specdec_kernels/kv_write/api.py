@@ -1,8 +1,4 @@
-"""Public functions of the family; `impl` is `auto`, `triton` or `reference`.
-
-Both raise ValueError for a shape, dtype, device or layout that does not fit, and RuntimeError where `impl="triton"` can
-run no kernel.
-"""
+"""Public functions of the family: checks, then the kernel or the definition."""
 
 from __future__ import annotations
 

@@ -10,9 +10,7 @@ that the request does not draft (`Lattice.counts`), or whose every candidate has
 `build_tree` takes them: tokens are the target's ids, unused nodes have token 0, parent -2, candidate -1 and score 0.
 The depth of a node is `candidates // C + 1`.
 
-`impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or size
-does not fit, and RuntimeError for `impl="triton"` where no kernel can run. All tensors but the weight of `rnn_step` are
-contiguous.
+All tensors but the weight of `rnn_step` are contiguous.
 """
 
 from __future__ import annotations

@@ -12,9 +12,7 @@ A state passes through the rows of a path one after another, by the same operati
 and the state after it have the same bits in a prompt, in decoding, in a chain, in a tree and in a commit.
 `delta_rule_chunks` and `delta_rule_tree` differ in bits: they take whole chunks of prompts and whole trees at once.
 
-`impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or size
-does not fit, and RuntimeError for `impl="triton"` where no kernel can run. Tensors are contiguous where not said
-otherwise. Slots and rows are not checked: they are on the device.
+Tensors are contiguous where not said otherwise. Slots and rows are not checked: they are on the device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """RMS norm of the residual stream, fused with the addition or the embedding before it.
 
 Each row [D] is computed on its own and has the same bits for any number of rows. Tensors are contiguous, weights [D] of
-the dtype of the rows, or float32; eps is added to the mean square. ValueError where a shape, dtype, device or layout
-does not fit.
+the dtype of the rows, or float32; eps is added to the mean square.
 
 A row is scaled in float32. It is rounded to its dtype before it is multiplied by a weight of that dtype, as in most of
 Hugging Face's decoders, and after it is multiplied by a float32 weight, as in gpt-oss.

@@ -11,9 +11,6 @@ Filters act on the distribution at its temperature, in this order, and each keep
     min-p   keeps probability >= min_p * the largest probability.
 Top-k is exact. Kernel (float32 sums) and reference (float64) may disagree about a token whose mass before it lies
 within 1e-6 * mass of p * mass, or whose logit lies within 4 float32 roundings of the min-p limit.
-
-`impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or
-value does not fit, and RuntimeError for `impl="triton"` where no kernel can run.
 """
 
 from __future__ import annotations

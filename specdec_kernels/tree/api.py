@@ -1,8 +1,4 @@
-"""Links, positions and masks of draft trees, and which candidates of a drafter become their nodes.
-
-`impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or size
-does not fit, and RuntimeError for `impl="triton"` where no kernel can run.
-"""
+"""Links, positions and masks of draft trees, and which candidates of a drafter become their nodes."""
 
 from __future__ import annotations
 

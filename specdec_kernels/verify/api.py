@@ -72,10 +72,6 @@ def accept(
         draft_rows: [B, N] int32, for trees: the row of `draft_probs` that each node's children were sampled from,
             outside 0 to R - 1 for none. Without it row n belongs to node n, and R = N - 1.
         return_logprobs: fill `logprobs`: log softmax(logits) at temperature 1, unfiltered.
-
-    Raises:
-        ValueError: unknown rule, arguments that do not fit it, wrong shape, dtype, strides or device.
-        RuntimeError: `impl="triton"` where no kernel can run.
     """
     values = logits if probs is None else probs
     if values is None or (logits is not None and probs is not None):

@@ -8,8 +8,7 @@ child and next sibling of each node or -1. The verifications write
     accept_index        [bs, S] int32, filled with -1 by the caller: flat ids of the accepted path
     accept_token_num    [bs] int32: accepted drafts
 
-All but the two renormalisations write their results into tensors of the caller. All raise ValueError for a wrong shape,
-dtype, stride or device.
+All but the two renormalisations write their results into tensors of the caller.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In a call written `name[grid](...)` the first size of the grid (the second of `generate_draft_decode_kv_indices`) is the
 number of requests, also where the tensors are longer. Outputs are written in place; entries that no request owns keep
-their contents. Sizes for SGLang's compiler (`*_upper`, `BLOCK_SIZE`) are not used. Integers may be int32 or int64. All
-functions raise ValueError for a wrong shape, dtype, stride or device. Shapes of the common arguments:
+their contents. Sizes for SGLang's compiler (`*_upper`, `BLOCK_SIZE`) are not used. Integers may be int32 or int64.
+Shapes of the common arguments:
 
     req_to_token        [rows, pool_len] int32: KV slot of each position of a pool row
     req_pool_indices    [bs]: pool row of each request
