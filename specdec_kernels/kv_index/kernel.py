@@ -7,15 +7,31 @@ programs own different features or different pages, so no program reads what ano
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.kv_index.configs import CONFIGS
 from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
-from specdec_kernels.launch import current_chip, lanes, launch
+from specdec_kernels.launch import CHIPS, current_chip, lanes, launch
 
 INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class KvIndexConfig:
+    flat_block: int = 512  # lanes of a program over a flat output
+    scan_block: int = 2048  # entries summed at once by the one scanning program
+    move_requests: int = 1  # requests that a program moves
+    move_budget: int = 4096  # elements that a program holds while moving
+    num_warps: int = 4
+
+
+# In the interpreter, only the number of programs costs.
+CONFIGS = dict.fromkeys(CHIPS, KvIndexConfig()) | {
+    "interpreter": KvIndexConfig(1 << 12, 1 << 14, move_requests=1 << 10, move_budget=1 << 18, num_warps=1)
+}
 
 
 @triton.jit(do_not_specialize=["entries", "capacity", "limit", "stride"])

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from specdec_kernels.activation import configs as activation
-from specdec_kernels.commit import configs as commit
+from specdec_kernels.activation import kernel as activation
+from specdec_kernels.commit import kernel as commit
 from specdec_kernels.compat.sglang import configs as sglang
 from specdec_kernels.experts import configs as experts
-from specdec_kernels.kv_index import configs as kv_index
-from specdec_kernels.kv_write import configs as kv_write
+from specdec_kernels.kv_index import kernel as kv_index
+from specdec_kernels.kv_write import kernel as kv_write
 from specdec_kernels.lattice import configs as lattice
 from specdec_kernels.tree import configs as tree
 
@@ -20,7 +20,7 @@ FAMILIES = ("activation", "commit", "compat.sglang", "experts", "kv_index", "kv_
 
 def make_tiles_small(patch: pytest.MonkeyPatch) -> None:
     """Several programs, and several turns of their loops, for an input of a few dozen entries."""
-    patch.setattr(activation, "_INTERPRETER_BLOCK", 16)
+    patch.setitem(activation.BLOCK, "interpreter", 16)
     patch.setitem(commit.BLOCK_ROWS, "interpreter", 2)
     patch.setitem(commit.BLOCK_WIDTH, "interpreter", 4)
     walks = dict(walk_requests=2, tree_requests=2, greedy_requests=2, max_tile=64)
