@@ -158,7 +158,7 @@ def mask_paths(mask: Tensor, most: int, *, impl: str = "auto") -> Tensor:
     """
     expect_tensors(mask=(mask, (None, None, None), torch.int64))
     expect_at_least_one(most=most, words=mask.shape[2])
-    return dispatch("mask_paths", __package__, impl, mask, kernel="kernel_paths")(mask, most)
+    return dispatch("mask_paths", __package__, impl, mask, kernel="kernel_plan")(mask, most)
 
 
 def _checked(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from specdec_kernels.checks import expect_at_least_one, expect_shape, expect_tensors
 from specdec_kernels.launch import dispatch
-from specdec_kernels.norm.configs import MAX_WIDTH
-from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
+from specdec_kernels.norm.types import MAX_WIDTH, Normed, NormInputs, weight_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
