@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args, get_type_hints
 
 if TYPE_CHECKING:
     import torch
@@ -100,3 +101,43 @@ def _expect_form(
 ) -> None:
     expect_shape(name, tensor, shape)
     expect_dtype(name, tensor, *(dtype if isinstance(dtype, (tuple, list)) else (dtype,)))
+
+
+def expect_fields(
+    call: Any, strided: Collection[str] = (), others: Mapping[str, Any] | None = None, **sizes: int
+) -> None:
+    """Raise ValueError unless the tensors of the named tuple `call` have the forms that its class declares.
+
+    `Annotated[Tensor, "B N float32|float16"]` has two sizes and one of two dtypes. A size is a number, `*` for any, a
+    name that means the same in all fields and in `sizes`, or `N/64`, rounded up. The tensors are contiguous, or strided
+    as in `expect_strided` where named, and on one device with `others`.
+    """
+    tensors = {name: getattr(call, name) for name in _forms(type(call)) if getattr(call, name) is not None}
+    for name, tensor in tensors.items():
+        *places, dtypes = _forms(type(call))[name].split()
+        if len(places) == tensor.ndim:
+            for place, actual in zip(places, tensor.shape, strict=True):
+                if place.isidentifier():
+                    sizes.setdefault(place, int(actual))
+        expect_shape(name, tensor, [_size(place, sizes) for place in places])
+        if str(tensor.dtype).removeprefix("torch.") not in dtypes.split("|"):
+            wanted = " or ".join(f"torch.{dtype}" for dtype in dtypes.split("|"))
+            raise ValueError(f"{name}: expected dtype {wanted}, got {tensor.dtype}")
+        if name in strided:
+            expect_strided(**{name: (tensor, tensor.shape, tensor.dtype)})
+        else:
+            expect_contiguous(**{name: tensor})
+    expect_same_device(**{**tensors, **(others or {})})
+
+
+def _size(place: str, sizes: Mapping[str, int]) -> int | None:
+    name, _, divisor = place.partition("/")
+    size = int(name) if name.isdigit() else sizes.get(name)
+    return -(-size // int(divisor)) if divisor and size is not None else size
+
+
+@cache
+def _forms(kind: type) -> dict[str, str]:
+    """The declared form of each annotated field."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: get_args(hint)[1] for name, hint in hints.items() if hasattr(hint, "__metadata__")}

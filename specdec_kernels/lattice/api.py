@@ -18,7 +18,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_at_least_one, expect_between, expect_shape, expect_strided, expect_tensors
+from specdec_kernels.checks import (
+    expect_at_least_one,
+    expect_between,
+    expect_fields,
+    expect_shape,
+    expect_strided,
+    expect_tensors,
+)
 from specdec_kernels.lattice.types import Lattice, PairFactors, RnnStep, SampledChain
 from specdec_kernels.launch import dispatch
 from specdec_kernels.tree.api import expect_nodes
@@ -196,16 +203,8 @@ def _check_state(tokens: Tensor, state: Tensor, embedding: Tensor) -> None:
 
 
 def _check_lattice(lattice: Lattice, pairs: Tensor | None = None) -> None:
-    tokens, logits, last_tokens, counts, vocabulary = lattice
-    expect_tensors(tokens=(tokens, (None, None, None), torch.int64))
-    batch, depth, candidates = tokens.shape
-    expect_between("D of tokens", depth, 1, MAX_POSITIONS)
-    expect_between("C of tokens", candidates, 1, MAX_CANDIDATES)
-    expect_tensors(
-        {"tokens": tokens},
-        logits=(logits, (batch, depth, candidates), _FLOATS),
-        last_tokens=(last_tokens, (batch,), torch.int64),
-        counts=(counts, (batch,), torch.int32),
-        vocabulary=(vocabulary, (None,), torch.int64),
-        pairs=(pairs, (batch, depth, candidates, candidates), torch.float32),
-    )
+    expect_fields(lattice)
+    shape = lattice.tokens.shape
+    expect_between("D of tokens", shape[1], 1, MAX_POSITIONS)
+    expect_between("C of tokens", shape[2], 1, MAX_CANDIDATES)
+    expect_tensors({"tokens": lattice.tokens}, pairs=(pairs, (*shape, shape[2]), torch.float32))

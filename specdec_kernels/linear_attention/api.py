@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_between, expect_shape, expect_strided, expect_tensors
+from specdec_kernels.checks import expect_between, expect_fields, expect_shape, expect_strided, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.linear_attention.types import (
     CHUNK,
@@ -90,7 +90,7 @@ def delta_rule(
     """
     heads = _check_state(state, inputs.raw.shape[-1], inputs.raw.dtype)
     _check_inputs(inputs, inputs.raw.shape[:1], inputs.raw.shape[-1], heads)
-    _check_paths(paths, inputs.raw)
+    expect_fields(paths, others=dict(raw=inputs.raw), R=len(inputs.raw))
     if paths.owners is None:
         raise ValueError("owners: expected the path that writes each row, got None")
     if out is not None:
@@ -110,16 +110,7 @@ def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState, *,
     _check_inputs(inputs, (rows,), channels, heads)
     if rows % CHUNK:
         raise ValueError(f"inputs: expected a multiple of {CHUNK} rows, got {rows}")
-    expect_shape("first", chunks.first, (None,))
-    count = len(chunks.first)
-    expect_tensors(
-        {"raw": inputs.raw},
-        first=(chunks.first, (count,), torch.int32),
-        counts=(chunks.counts, (count,), torch.int32),
-        starts=(chunks.starts, (count,), torch.int64),
-        ends=(chunks.ends, (count,), torch.int64),
-        whole=(chunks.whole, (rows // CHUNK,), torch.int32),
-    )
+    expect_fields(chunks, others=dict(raw=inputs.raw), R=rows)
     return dispatch("delta_rule_chunks", __package__, impl, inputs.raw, "kernel_chunks")(inputs, chunks, state)
 
 
@@ -159,7 +150,7 @@ def commit_delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, *, i
     expect_shape("raw", raw, (None, None, None))
     heads = _check_state(state, raw.shape[-1], raw.dtype, layers=raw.shape[0])
     _check_inputs(inputs, raw.shape[:2], raw.shape[-1], heads)
-    _check_paths(paths, raw)
+    expect_fields(paths, others=dict(raw=raw), R=raw.shape[1])
     if paths.ends is None:
         raise ValueError("ends: expected the slot that takes each state, got None")
     dispatch("commit_delta_rule", __package__, impl, raw)(inputs, paths, state)
@@ -214,18 +205,4 @@ def _check_inputs(inputs: DeltaInputs, lead: tuple[int, ...], channels: int, hea
         decay=(inputs.decay, (*lead, heads), wide),
         beta=(inputs.beta, (*lead, heads), wide),
         raw=(inputs.raw, (*lead, channels), kind),
-    )
-
-
-def _check_paths(paths: Paths, raw: Tensor) -> None:
-    expect_shape("first", paths.first, (None,))
-    count, rows = len(paths.first), raw.shape[-2]
-    expect_tensors(
-        {"raw": raw},
-        order=(paths.order, (None,), torch.int32),
-        first=(paths.first, (count,), torch.int32),
-        counts=(paths.counts, (count,), torch.int32),
-        starts=(paths.starts, (count,), torch.int64),
-        ends=(paths.ends, (count,), torch.int64),
-        owners=(paths.owners, (rows,), torch.int32),
     )

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_at_least, expect_at_least_one, expect_shape, expect_strided, expect_tensors
+from specdec_kernels.checks import expect_at_least, expect_at_least_one, expect_fields, expect_strided, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.sampling.types import MASK_BITS, TARGET_STREAM, Forbidden, Penalties, Picked, SamplingTensors
 
@@ -131,18 +131,8 @@ def apply_penalties(
     """
     expect_rows("logits", logits, (None, None, None), *LOGITS)
     batch, num_nodes, vocab = logits.shape
-    expect_tensors(
-        {"logits": logits},
-        tokens=(tokens, (batch, num_nodes), torch.int64),
-        mask=(mask, (batch, num_nodes, -(-num_nodes // 64)), torch.int64),
-        output_counts=(output_counts, (batch, vocab), torch.int32),
-        prompt_seen=(prompt_seen, (batch, vocab), torch.bool),
-        repetition=(repetition, (batch,), torch.float32),
-        presence=(presence, (batch,), torch.float32),
-        frequency=(frequency, (batch,), torch.float32),
-        bias=(bias, (batch, vocab), torch.float32),
-    )
     call = Penalties(logits, tokens, mask, output_counts, prompt_seen, repetition, presence, frequency, bias)
+    expect_fields(call, others=dict(logits=logits), B=batch, N=num_nodes, V=vocab)
     dispatch("apply_penalties", __package__, impl, logits, kernel="kernel_logits")(call)
 
 
@@ -187,19 +177,9 @@ def forbid_tokens(
     """
     expect_rows("logits", logits, (None, None, None), *LOGITS)
     batch, num_nodes = logits.shape[:2]
-    expect_strided(history=(history, (batch, None), torch.int64))
-    expect_shape("words", words, (batch, None, None))
-    expect_tensors(
-        {"logits": logits, "history": history},
-        tokens=(tokens, (batch, num_nodes), torch.int64),
-        mask=(mask, (batch, num_nodes, -(-num_nodes // 64)), torch.int64),
-        positions=(positions, (batch, num_nodes), torch.int64),
-        lengths=(lengths, (batch,), torch.int64),
-        words=(words, (batch, None, None), torch.int64),
-        until=(until, tuple(words.shape[:2]), torch.int64),
-    )
-    expect_at_least_one(**{"tokens of the sequences in words": words.shape[-1]})
     call = Forbidden(logits, tokens, mask, positions, history, lengths, words, until)
+    expect_fields(call, ("history",), others=dict(logits=logits), B=batch, N=num_nodes)
+    expect_at_least_one(**{"tokens of the sequences in words": words.shape[-1]})
     dispatch("forbid_tokens", __package__, impl, logits, kernel="kernel_logits")(call)
 
 

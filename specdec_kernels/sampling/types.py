@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,24 +60,24 @@ class Penalties(NamedTuple):
     """The checked arguments of `apply_penalties`, which describes them."""
 
     logits: Tensor
-    tokens: Tensor
-    mask: Tensor
-    output_counts: Tensor
-    prompt_seen: Tensor | None
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    bias: Tensor | None
+    tokens: Annotated[Tensor, "B N int64"]
+    mask: Annotated[Tensor, "B N N/64 int64"]
+    output_counts: Annotated[Tensor, "B V int32"]
+    prompt_seen: Annotated[Tensor | None, "B V bool"]
+    repetition: Annotated[Tensor, "B float32"]
+    presence: Annotated[Tensor, "B float32"]
+    frequency: Annotated[Tensor, "B float32"]
+    bias: Annotated[Tensor | None, "B V float32"]
 
 
 class Forbidden(NamedTuple):
     """The checked arguments of `forbid_tokens`, which describes them."""
 
     logits: Tensor
-    tokens: Tensor
-    mask: Tensor
-    positions: Tensor
-    history: Tensor
-    lengths: Tensor
-    words: Tensor
-    until: Tensor
+    tokens: Annotated[Tensor, "B N int64"]
+    mask: Annotated[Tensor, "B N N/64 int64"]
+    positions: Annotated[Tensor, "B N int64"]
+    history: Annotated[Tensor, "B C int64"]
+    lengths: Annotated[Tensor, "B int64"]
+    words: Annotated[Tensor, "B W K int64"]
+    until: Annotated[Tensor, "B W int64"]

@@ -9,6 +9,7 @@ from specdec_kernels.checks import (
     expect_at_least,
     expect_at_least_one,
     expect_between,
+    expect_fields,
     expect_shape,
     expect_strided,
     expect_tensors,
@@ -154,25 +155,13 @@ def sample_children(
         replacement: whether siblings may carry one token.
         uniforms: [B, N] float64 in [0, 1), one per node, replaces the generator.
     """
-    expect_tensors(tokens=(tokens, (None, None), torch.int64))
-    batch, num_nodes = tokens.shape
-    expect_tensors(
-        {"tokens": tokens},
-        probs=(probs, (batch, None, None), torch.float32),
-        children=(children, (None, None), torch.int32),
-        rows=(rows, children.shape[:1], torch.int32),
-        top_tokens=(top_tokens, (batch, probs.shape[1], None), torch.int64),
-        temperature=(temperature, (batch,), torch.float32),
-        seeds=(seeds, (batch,), torch.int64),
-        positions=(positions, (batch,), torch.int64),
-        uniforms=(uniforms, (batch, num_nodes), torch.float64),
-    )
-    expect_at_least_one(**{"V of probs": probs.shape[2], "C of top_tokens": top_tokens.shape[2]})
-    if uniforms is None and (seeds is None or positions is None):
-        raise ValueError("sample_children: expected seeds and positions, or uniforms; got neither")
     call = ChildSampling(
         tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms, replacement
     )  # fmt: skip
+    expect_fields(call)
+    expect_at_least_one(**{"V of probs": probs.shape[2], "C of top_tokens": top_tokens.shape[2]})
+    if uniforms is None and (seeds is None or positions is None):
+        raise ValueError("sample_children: expected seeds and positions, or uniforms; got neither")
     dispatch("sample_children", __package__, impl, probs, kernel="kernel_sample")(call)
 
 

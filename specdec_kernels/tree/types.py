@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
@@ -66,15 +66,15 @@ class DraftTopk(NamedTuple):
 class ChildSampling(NamedTuple):
     """The checked arguments of `sample_children`, which describes them."""
 
-    tokens: Tensor
-    probs: Tensor
-    children: Tensor
-    rows: Tensor
-    top_tokens: Tensor
-    temperature: Tensor
-    seeds: Tensor | None
-    positions: Tensor | None
-    uniforms: Tensor | None
+    tokens: Annotated[Tensor, "B N int64"]
+    probs: Annotated[Tensor, "B R V float32"]
+    children: Annotated[Tensor, "P K int32"]
+    rows: Annotated[Tensor, "P int32"]
+    top_tokens: Annotated[Tensor, "B R C int64"]
+    temperature: Annotated[Tensor, "B float32"]
+    seeds: Annotated[Tensor | None, "B int64"]
+    positions: Annotated[Tensor | None, "B int64"]
+    uniforms: Annotated[Tensor | None, "B N float64"]
     replacement: bool
 
 
