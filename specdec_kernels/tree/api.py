@@ -197,24 +197,18 @@ def expand_tree(
         root_is_stored: slot 0 is the root, which all nodes see.
         vocabulary: [V] int64: what is added to id i of `tokens` to give the target's id; None adds nothing.
     """
-    expect_tensors(probs=(probs, (None, None, None), torch.float32))
-    batch, parents, children = probs.shape
-    offered = candidates.path_scores.shape[-1]
-    expect_tensors(
-        {"probs": probs},
-        tokens=(tokens, probs.shape, torch.int64),
-        path_scores=(candidates.path_scores, (batch, None), torch.float32),
-        candidate_tokens=(candidates.tokens, (batch, offered), torch.int64),
-        candidate_parents=(candidates.parents, (batch, offered), torch.int32),
-        vocabulary=(vocabulary, (None,), torch.int64),
-        mask=(mask, (batch, width, None), torch.int64),
-    )
-    expect_between("P * C of probs", parents * children, 1, MAX_CANDIDATES)
-    expect_between("first", first, 0, offered - parents * children)
-    expect_between("width", width, 0, min(MAX_CHILDREN, parents * children))
-    _check_frontier(frontier, batch, parents)
-    _check_mask(mask, width, slot, 0 if frontier is None else frontier.mask.shape[2])
     call = Expansion(frontier, probs, tokens, candidates, first, width, mask, slot, root_is_stored, vocabulary)
+    expect_fields(call, T=width)
+    batch, parents, children = probs.shape
+    expect_fields(candidates, others=dict(probs=probs), B=batch)
+    if frontier is not None:
+        expect_fields(frontier, others=dict(probs=probs), B=batch, P=parents)
+    elif parents != 1:
+        raise ValueError(f"probs: expected one parent without a frontier, got {parents}")
+    expect_between("P * C of probs", parents * children, 1, MAX_CANDIDATES)
+    expect_between("first", first, 0, candidates.path_scores.shape[1] - parents * children)
+    expect_between("width", width, 0, min(MAX_CHILDREN, parents * children))
+    _check_mask(mask, width, slot, 0 if frontier is None else frontier.mask.shape[2])
     return dispatch("expand_tree", __package__, impl, probs, kernel="kernel_selection")(call)
 
 
@@ -225,19 +219,6 @@ def _check_mask(mask: Tensor | None, width: int, slot: int, seen_words: int) -> 
         least = max(mask_words(slot + width), seen_words)
         expect_between("W of mask", mask.shape[2], least, max(least, mask.shape[2]))
         expect_at_least("slot", slot, 0)
-
-
-def _check_frontier(frontier: Frontier | None, batch: int, parents: int) -> None:
-    if frontier is None:
-        if parents != 1:
-            raise ValueError(f"probs: expected one parent without a frontier, got {parents}")
-        return
-    rows = (batch, parents)
-    expect_tensors(
-        scores=(frontier.scores, rows, torch.float32),
-        frontier_candidates=(frontier.candidates, rows, torch.int32),
-        frontier_mask=(frontier.mask, (*rows, None), torch.int64),
-    )
 
 
 def rerank_tree(

@@ -41,19 +41,19 @@ class MergedTree(NamedTuple):
 class Candidates(NamedTuple):
     """Everything that a drafter has offered so far, filled level by level; M is all that it will offer."""
 
-    path_scores: Tensor  # [B, M] float32
-    tokens: Tensor  # [B, M] int64
-    parents: Tensor  # [B, M] int32, candidate id of the parent, -1 for the root
+    path_scores: Annotated[Tensor, "B M float32"]
+    tokens: Annotated[Tensor, "B M int64"]
+    parents: Annotated[Tensor, "B M int32"]  # candidate id of the parent, -1 for the root
 
 
 class Frontier(NamedTuple):
     """The candidates of one level that are run next, the best first."""
 
-    scores: Tensor  # [B, T] float32, falling
-    candidates: Tensor  # [B, T] int32, candidate ids
+    scores: Annotated[Tensor, "B P float32"]  # falling
+    candidates: Annotated[Tensor, "B P int32"]  # candidate ids
     tokens: Tensor  # [B, T] int64
     parents: Tensor  # [B, T] int64, column of the parent in the frontier before; 0 under the root
-    mask: Tensor  # [B, T, W] int64, bit j: slot j is seen
+    mask: Annotated[Tensor, "B P * int64"]  # bit j: slot j is seen
 
 
 class DraftTopk(NamedTuple):
@@ -82,15 +82,15 @@ class Expansion(NamedTuple):
     """The checked arguments of `expand_tree`, which describes them."""
 
     frontier: Frontier | None
-    probs: Tensor
-    tokens: Tensor
+    probs: Annotated[Tensor, "B P C float32"]
+    tokens: Annotated[Tensor, "B P C int64"]
     candidates: Candidates
     first: int
     width: int
-    mask: Tensor | None
+    mask: Annotated[Tensor | None, "B T * int64"]
     slot: int
     root_is_stored: bool
-    vocabulary: Tensor | None
+    vocabulary: Annotated[Tensor | None, "* int64"]
 
 
 def mask_words(num_nodes: int) -> int:

@@ -21,6 +21,7 @@ from specdec_kernels.checks import (
     expect_at_least_one,
     expect_contiguous,
     expect_dtype,
+    expect_fields,
     expect_same_device,
     expect_shape,
     expect_tensors,
@@ -179,17 +180,10 @@ def tree_speculative_sampling_target_only(
     outcome = Outcome(predicts, accept_index, accept_token_num)
     tree = Tree(candidates, retrive_index, retrive_next_token, retrive_next_sibling)
     _check_walk(outcome, tree)
-    (batch, nodes), final = candidates.shape, uniform_samples_for_final_sampling
-    expect_shape("target_probs", target_probs, (batch, nodes, None))
+    final, least = uniform_samples_for_final_sampling, max(threshold_acc, 1e-9)
+    call = Sampling(uniform_samples, final, target_probs, draft_probs, threshold_single, least)
+    expect_fields(call, others=dict(candidates=candidates), B=candidates.shape[0], N=candidates.shape[1])
     expect_at_least("target_probs's vocabulary", target_probs.shape[-1], 1)
-    expect_tensors(
-        {"candidates": candidates},
-        uniform_samples=(uniform_samples, (batch, nodes), torch.float32),
-        uniform_samples_for_final_sampling=(final, (batch,), torch.float32),
-        target_probs=(target_probs, (batch, nodes, None), torch.float32),
-        draft_probs=(draft_probs, tuple(target_probs.shape), torch.float32),
-    )
-    call = Sampling(uniform_samples, final, target_probs, draft_probs, threshold_single, max(threshold_acc, 1e-9))
     dispatch("tree_speculative_sampling_target_only", __package__, impl, candidates)(outcome, tree, call)
 
 
@@ -276,14 +270,9 @@ def _tree_outputs(batch: int, nodes: int, positions: Tensor, *links: Tensor) -> 
 
 
 def _check_walk(outcome: Outcome, tree: Tree) -> None:
-    expect_shape("candidates", tree.candidates, (None, None))
+    expect_fields(tree)
     batch, nodes = tree.candidates.shape
-    expect_tensors(
-        predicts=(outcome.predicts, (None,), INTEGERS),
-        accept_index=(outcome.accept_index, (batch, None), INTEGERS),
-        accept_token_num=(outcome.accept_token_num, (batch,), INTEGERS),
-        **{name: (tensor, (batch, nodes), INTEGERS) for name, tensor in tree._asdict().items()},
-    )
+    expect_fields(outcome, others=dict(candidates=tree.candidates), B=batch)
     expect_at_least("predicts's entries", outcome.predicts.shape[0], batch * nodes)
     columns = outcome.accept_index.shape[1]
     expect_at_least_one(**{"candidates's columns": nodes, "accept_index's columns": columns})

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from functools import partial, update_wrapper
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,27 +29,27 @@ class TreeMaskMode(IntEnum):
 class Outcome(NamedTuple):
     """Tensors that a verification writes."""
 
-    predicts: Tensor
-    accept_index: Tensor
-    accept_token_num: Tensor
+    predicts: Annotated[Tensor, "* int32|int64"]
+    accept_index: Annotated[Tensor, "B S int32|int64"]
+    accept_token_num: Annotated[Tensor, "B int32|int64"]
 
 
 class Tree(NamedTuple):
     """Tokens and links of the trees that are verified, [bs, n] each."""
 
-    candidates: Tensor
-    retrive_index: Tensor
-    next_token: Tensor
-    next_sibling: Tensor
+    candidates: Annotated[Tensor, "B N int32|int64"]
+    retrive_index: Annotated[Tensor, "B N int32|int64"]
+    next_token: Annotated[Tensor, "B N int32|int64"]
+    next_sibling: Annotated[Tensor, "B N int32|int64"]
 
 
 class Sampling(NamedTuple):
     """Random numbers, distributions and thresholds of `tree_speculative_sampling_target_only`."""
 
-    uniforms: Tensor
-    final_uniforms: Tensor
-    target_probs: Tensor
-    draft_probs: Tensor
+    uniforms: Annotated[Tensor, "B N float32"]
+    final_uniforms: Annotated[Tensor, "B float32"]
+    target_probs: Annotated[Tensor, "B N V float32"]
+    draft_probs: Annotated[Tensor, "B N V float32"]
     threshold_single: float
     threshold_acc: float
 
