@@ -18,7 +18,8 @@ from torch import Tensor
 
 from specdec_kernels.all_reduce.types import SLOTS, Exchange
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.norm.kernel import normed_row, num_warps
+from specdec_kernels.norm.configs import num_warps
+from specdec_kernels.norm.kernel import normed_row
 from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 

@@ -1,7 +1,8 @@
 """RMS norm of the residual stream, fused with the addition or the embedding before it.
 
 Each row [D] is computed on its own and has the same bits for any number of rows. Tensors are contiguous, weights [D] of
-the dtype of the rows, or float32; eps is added to the mean square.
+the dtype of the rows, or float32; eps is added to the mean square. ValueError where a shape, dtype, device or layout
+does not fit.
 
 A row is scaled in float32. It is rounded to its dtype before it is multiplied by a weight of that dtype, as in most of
 Hugging Face's decoders, and after it is multiplied by a float32 weight, as in gpt-oss.
@@ -12,9 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_at_least_one, expect_shape, expect_tensors
+from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape, expect_tensors
 from specdec_kernels.launch import dispatch
-from specdec_kernels.norm.types import MAX_WIDTH, Normed, NormInputs, weight_dtype
+from specdec_kernels.norm.configs import MAX_WIDTH
+from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -42,13 +44,17 @@ def embed_rms_norm(tokens: Tensor, table: Tensor, weight: Tensor, eps: float, *,
     """
     expect_shape("table", table, (None, None))
     _check(table, weight, "table")
-    expect_tensors({"table": table}, tokens=(tokens, tokens.shape, torch.int64))
-    expect_at_least_one(**{"rows of table": len(table)})
+    expect_dtype("tokens", tokens, torch.int64)
+    expect_contiguous(tokens=tokens)
+    expect_same_device(table=table, tokens=tokens)
+    if table.shape[0] == 0:
+        raise ValueError("table: expected at least one row, got none")
     return dispatch("embed_rms_norm", __package__, impl, table)(tokens, table, weight, eps)
 
 
 def _check(rows: Tensor, weight: Tensor, name: str) -> None:
     if rows.ndim == 0 or not 1 <= rows.shape[-1] <= MAX_WIDTH:
         raise ValueError(f"{name}: expected a last dimension from 1 to {MAX_WIDTH}, got shape {list(rows.shape)}")
-    weight_form = (rows.shape[-1],), weight_dtype(rows, weight)
-    expect_tensors(**{name: (rows, rows.shape, _DTYPES)}, weight=(weight, *weight_form))
+    expect_dtype(name, rows, *_DTYPES)
+    expect_tensors({name: rows}, weight=(weight, (rows.shape[-1],), weight_dtype(rows, weight)))
+    expect_contiguous(**{name: rows})

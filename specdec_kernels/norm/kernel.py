@@ -13,16 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.norm.configs import num_warps
 from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
-
-_ELEMENTS_PER_WARP = 512  # two 16-byte loads of two-byte numbers a lane
-_MAX_WARPS = 16
-
-
-def num_warps(chip: str, block: int) -> int:
-    """Warps for a row of `block` elements, a power of two: a row's bits do not depend on the number of rows."""
-    return 1 if chip == "interpreter" else max(1, min(_MAX_WARPS, block // _ELEMENTS_PER_WARP))
 
 
 @triton.jit

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_WIDTH = 32768
-
 
 class Normed(NamedTuple):
     """`normed` [..., D]: what the next projection reads. `residual` [..., D]: the residual stream it was made of."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape, expect_tensors
 from specdec_kernels.launch import dispatch
-from specdec_kernels.norm.types import MAX_WIDTH, Normed, NormInputs, weight_dtype
+from specdec_kernels.norm.configs import MAX_WIDTH
+from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
 from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
