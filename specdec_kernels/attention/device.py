@@ -214,15 +214,16 @@ def item_of(work, call, STATIC: tl.constexpr):
 
 
 @triton.jit
-def split_range(call, request, split, STATIC: tl.constexpr):
+def split_range(
+    lengths_ptr, q_lens_ptr, request, split, splits, SPLIT: tl.constexpr, ALL_SLOTS: tl.constexpr, FIXED: tl.constexpr
+):
     """(first key, past the last key, number of splits) of a request's split; zeros and one where keys are not split."""
-    if STATIC.SPLIT:
-        splits = call.splits
-        length = tl.load(call.lengths + request).to(tl.int32)
-        used = used_rows(call.q_lens, request, splits.num_nodes)
-        end = key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)
-        tokens, begin, first, live = split_layout(length, end, splits, STATIC.FIXED)
-        if STATIC.FIXED:
+    if SPLIT:
+        length = tl.load(lengths_ptr + request).to(tl.int32)
+        used = used_rows(q_lens_ptr, request, splits.num_nodes)
+        end = key_end(length, used, splits.num_slots, splits.max_length, ALL_SLOTS)
+        tokens, begin, first, live = split_layout(length, end, splits, FIXED)
+        if FIXED:
             split_begin = fixed_split_begin(first + split, splits.split_tokens, splits.first_splits)
             split_end = fixed_split_begin(first + split + 1, splits.split_tokens, splits.first_splits)
             split_end = tl.minimum(split_end, end)

@@ -70,7 +70,9 @@ def work_item(work, call, STATIC: gl.constexpr):
     GROUP: gl.constexpr = STATIC.GROUP
     splits = call.splits
     request, tile, split, part = d.item_of(work, call, STATIC)
-    begin, split_end, live = d.split_range(call, request, split, STATIC)
+    begin, split_end, live = d.split_range(
+        call.lengths, call.q_lens, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
+    )
     length = gl.load(call.lengths + request).to(gl.int32)
     used = d.used_rows(call.q_lens, request, splits.num_nodes)
     end = d.key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)

@@ -272,7 +272,9 @@ def _attention_kernel(
     H_KV: tl.constexpr = STATIC.H_KV
     if items_ptr is None:
         request, tile, split, part = d.item_of(tl.program_id(0), call, STATIC)
-        begin, end, live = d.split_range(call, request, split, STATIC)
+        begin, end, live = d.split_range(
+            lengths_ptr, q_lens_ptr, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
+        )
         if STATIC.SPLIT:
             # The merge reads only the splits that a request has.
             if split >= live:
@@ -282,7 +284,9 @@ def _attention_kernel(
         # A persistent loop over the work items of the tile schedule.
         for work in tl.range(tl.program_id(0), tl.load(num_items_ptr) * H_KV, tl.num_programs(0)):
             request, tile, split, part = d.item_of(work, call, STATIC)
-            begin, end, _ = d.split_range(call, request, split, STATIC)
+            begin, end, _ = d.split_range(
+                lengths_ptr, q_lens_ptr, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
+            )
             _attend(call, Item(request, work % H_KV, tile, begin, end, part), IN_ORDER, SWAP_AB, STATIC)
 
 
@@ -351,6 +355,7 @@ def _launch(call: AttentionCall, part: Tensor, part_lse: Tensor | None, state: T
         IN_ORDER=work.in_order,
         # Products in another order would not have the bits of the nodes' own paths, see `kernel_tree`.
         SWAP_AB=config.swap_ab and config.fp8_code(kv.dtype) != 0 and not work.fixed_splits,
+        PDL=config.pdl,
         STATIC=static_of(call),
         **pdl_options(config.pdl),
     )

@@ -13,18 +13,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.attention import device as d
 from specdec_kernels.attention.configs import merge_config
-from specdec_kernels.attention.launch_arguments import pdl_options, schedule_tensors
+from specdec_kernels.attention.device import (
+    LN_2,
+    LOG2_E,
+    Splits,
+    fold_part,
+    fold_sink,
+    inverse_or_zero,
+    key_end,
+    log2_sum,
+    split_layout,
+    used_rows,
+)
+from specdec_kernels.attention.launch_arguments import pdl_options
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 
-_LOG2_E = tl.constexpr(d.LOG2_E)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 # More than 16 run-time arguments: those that say how the keys of a request are split.
-@triton.jit(do_not_specialize=[*d.Splits._fields, "num_splits"])
+@triton.jit(do_not_specialize=[*Splits._fields, "num_splits"])
 def _merge_kernel(
     part_ptr,  # [partial results, N, H, D] in the type of out
     part_lse_ptr,  # [partial results, N, H] float32, base 2
@@ -58,11 +69,11 @@ def _merge_kernel(
     rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     # Loaded before the wait: lengths and offsets. The predecessor is the attention kernel, which does not write them
     # and waits before it launches its dependents, so their producers have ended.
-    used = d.used_rows(q_lens_ptr, request, num_nodes)
+    used = used_rows(q_lens_ptr, request, num_nodes)
     length = tl.load(lengths_ptr + request).to(tl.int32)
-    end = d.key_end(length, used, num_slots, max_length, ALL_SLOTS)
-    splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
-    _, _, _, live = d.split_layout(length, end, splits, FIXED)
+    end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
+    splits = Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
+    _, _, _, live = split_layout(length, end, splits, FIXED)
     row_used = rows < used * HEADS
     if offsets_ptr is None:
         first_part = request * num_splits
@@ -87,31 +98,32 @@ def _merge_kernel(
             present = row_used & (first + step < live)
             lses += (tl.load(part_lse_ptr + part_rows + step * all_rows, mask=present, other=float("-inf")),)
         for step in tl.static_range(UNROLL):
-            acc, top, total = d.fold_part(acc, top, total, parts[step].to(tl.float32), lses[step])
+            acc, top, total = fold_part(acc, top, total, parts[step].to(tl.float32), lses[step])
         part_rows += UNROLL * all_rows
 
     valid = rows < all_rows
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + rows % HEADS, mask=row_used, other=float("-inf")) * _LOG2_E
-        acc, top, total = d.fold_sink(acc, top, total, sink)
-    narrow = (acc * d.inverse_or_zero(total)[:, None]).to(out_ptr.dtype.element_ty)
+        acc, top, total = fold_sink(acc, top, total, sink)
+    narrow = (acc * inverse_or_zero(total)[:, None]).to(out_ptr.dtype.element_ty)
     out_rows = request * all_rows + rows
     tl.store(out_ptr + out_rows[:, None] * D + dims[None, :], narrow, mask=valid[:, None] & (dims < D)[None, :])
     if lse_ptr is not None:
-        tl.store(lse_ptr + out_rows, d.log2_sum(top, total) * d.LN_2, mask=valid)
+        tl.store(lse_ptr + out_rows, log2_sum(top, total) * LN_2, mask=valid)
 
 
 def merge(call: AttentionCall, part: Tensor, part_lse: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
     """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results of `call.work.num_splits` splits."""
-    metadata, work = call.metadata, call.work
+    metadata, work, tile_schedule = call.metadata, call.work, call.tile_schedule
     batch, num_nodes, heads, head_dim = out.shape
     config = merge_config(current_chip(out), num_nodes * heads, work.num_splits)
     launch(
         _merge_kernel,
         (batch * -(-num_nodes * heads // config.rows),),
-        *(part, part_lse, schedule_tensors(call)[1], metadata.lengths, metadata.q_lens),
+        *(part, part_lse, None if tile_schedule is None else tile_schedule.offsets, metadata.lengths, metadata.q_lens),
         *(call.scales.sinks, out, lse, num_nodes, work.num_splits, *work.sizes),
         num_warps=config.num_warps,
+        num_stages=2,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         HEADS=heads,
@@ -119,5 +131,6 @@ def merge(call: AttentionCall, part: Tensor, part_lse: Tensor | None, out: Tenso
         FIXED=work.fixed_splits,
         ROWS=config.rows,
         UNROLL=config.unroll,
+        PDL=config.pdl,
         **pdl_options(config.pdl),
     )

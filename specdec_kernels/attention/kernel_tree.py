@@ -282,6 +282,7 @@ def launch_tree(
         *(work.max_length, work.window, metadata.page_table.stride(0), *score_factors(call)),
         num_warps=config.num_warps,
         num_stages=1,
+        PDL=config.pdl,
         STATIC=static_of(call)._replace(BLOCK_M=config.block_m),
         **pdl_options(config.pdl),
     )

@@ -14,8 +14,8 @@ from specdec_kernels.launch import current_chip
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
-    """PDL, and the option of a programmatic dependent launch, absent where it is off: some compilers do not know it."""
-    return dict(PDL=True, launch_pdl=True) if pdl else dict(PDL=False)
+    """The option of a programmatic dependent launch, absent where it is off: some compilers do not know it."""
+    return dict(launch_pdl=True) if pdl else {}
 
 
 def static_of(call: AttentionCall) -> Static:

@@ -33,7 +33,7 @@ MUTANTS = (
     ),
     _norm(
         "norm_weight_before_the_rounding",
-        "scaled = {{scaled.to(x.dtype).to(tl.float32) -> scaled}}",
+        "scaled = {{( -> }}wide * (1.0 / tl.sqrt_rn(mean + eps)){{).to(x.dtype) -> }}",
         ("tests/kernels/test_norm.py::test_same_roundings_as_transformers",),
         "one rounding less than the checkpoints were trained and are compared with",
     ),
