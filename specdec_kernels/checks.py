@@ -114,15 +114,14 @@ def expect_fields(
     """
     tensors = {name: getattr(call, name) for name in _forms(type(call)) if getattr(call, name) is not None}
     for name, tensor in tensors.items():
-        *places, dtypes = _forms(type(call))[name].split()
+        places, dtypes = _forms(type(call))[name]
         if len(places) == tensor.ndim:
             for place, actual in zip(places, tensor.shape, strict=True):
                 if place.isidentifier():
                     sizes.setdefault(place, int(actual))
         expect_shape(name, tensor, [_size(place, sizes) for place in places])
-        if str(tensor.dtype).removeprefix("torch.") not in dtypes.split("|"):
-            wanted = " or ".join(f"torch.{dtype}" for dtype in dtypes.split("|"))
-            raise ValueError(f"{name}: expected dtype {wanted}, got {tensor.dtype}")
+        if str(tensor.dtype) not in dtypes:
+            raise ValueError(f"{name}: expected dtype {' or '.join(dtypes)}, got {tensor.dtype}")
         if name in strided:
             expect_strided(**{name: (tensor, tensor.shape, tensor.dtype)})
         else:
@@ -137,7 +136,8 @@ def _size(place: str, sizes: Mapping[str, int]) -> int | None:
 
 
 @cache
-def _forms(kind: type) -> dict[str, str]:
-    """The declared form of each annotated field."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: get_args(hint)[1] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+def _forms(kind: type) -> dict[str, tuple[list[str], list[str]]]:
+    """Sizes and dtypes of each annotated field."""
+    hints = get_type_hints(kind, include_extras=True).items()
+    forms = {name: get_args(hint)[1].split() for name, hint in hints if hasattr(hint, "__metadata__")}
+    return {name: (form[:-1], [f"torch.{dtype}" for dtype in form[-1].split("|")]) for name, form in forms.items()}

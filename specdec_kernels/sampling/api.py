@@ -53,10 +53,9 @@ def pick_tokens(
     """
     expect_rows("logits", logits, (None, None), *LOGITS)
     rows = logits.shape[:1]
-    expect_tensors(
-        {"logits": logits}, **sampling.expected(rows[0]), positions=(positions, rows, torch.int64),
-        uniforms=(uniforms, rows, torch.float64),
-    )  # fmt: skip
+    expect_fields(sampling, others=dict(logits=logits), B=rows[0])
+    sources = dict(positions=(positions, rows, torch.int64), uniforms=(uniforms, rows, torch.float64))
+    expect_tensors({"logits": logits}, **sources)
     expect_randomness(sampling, positions, uniforms)
     expect_at_least("stream", stream, 0)
     pick = dispatch("pick_tokens", __package__, impl, logits)
@@ -70,7 +69,7 @@ def filtered_probs(logits: Tensor, sampling: SamplingTensors = _GREEDY, *, impl:
     usable logit are zero.
     """
     expect_rows("logits", logits, (None, None), *LOGITS)
-    expect_tensors({"logits": logits}, **sampling.expected(logits.shape[0]))
+    expect_fields(sampling, others=dict(logits=logits), B=len(logits))
     return dispatch("filtered_probs", __package__, impl, logits)(logits, sampling)
 
 
@@ -91,7 +90,7 @@ def top_p_renorm(probs: Tensor, top_p: Tensor, *, impl: str = "auto") -> Tensor:
 
 def _renormalised(probs: Tensor, filters: SamplingTensors, impl: str) -> Tensor:
     expect_rows("probs", probs, (None, None), torch.float32)
-    expect_tensors({"probs": probs}, **filters.expected(probs.shape[0]))
+    expect_fields(filters, others=dict(probs=probs), B=len(probs))
     return dispatch("filtered_probs", __package__, impl, probs)(probs, filters, probabilities=True)
 
 

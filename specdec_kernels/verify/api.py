@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_at_least, expect_choice, expect_tensors
+from specdec_kernels.checks import expect_at_least, expect_choice, expect_fields, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.sampling.api import LOGITS, expect_randomness, expect_rows
 from specdec_kernels.sampling.types import SamplingTensors
@@ -144,12 +144,7 @@ def _check_tensors(call: Verification) -> None:
     (batch, num_nodes), values, tree = call.tokens.shape, call.values, call.tree
     name, dtypes = ("probs", (torch.float32,)) if call.probabilities else ("logits", LOGITS)
     expect_rows(name, values, (batch, num_nodes, None), *dtypes)
-    draft_rows = num_nodes - 1 if call.draft_rows is None else None
-    expect_tensors(
-        {**tree._asdict(), "tokens": call.tokens, "lengths": call.lengths, name: values},
-        **call.sampling.expected(batch),
-        uniforms=(call.uniforms, (batch, num_nodes + (call.rule in SAMPLED_RULES)), torch.float64),
-        draft_probs=(call.draft_probs, (batch, draft_rows, values.shape[-1]), torch.float32),
-        draft_rows=(call.draft_rows, (batch, num_nodes), torch.int32),
-    )
+    others, rows = {**tree._asdict(), name: values}, {} if call.draft_rows is not None else dict(R=num_nodes - 1)
+    expect_fields(call.sampling, others=others, B=batch)
+    expect_fields(call, others=others, U=num_nodes + (call.rule in SAMPLED_RULES), V=values.shape[-1], **rows)
     expect_randomness(call.sampling, tree.positions, call.uniforms)
