@@ -104,7 +104,7 @@ def _expect_form(
 
 
 def expect_fields(
-    call: Any, strided: Collection[str] = (), others: Mapping[str, Any] | None = None, **sizes: int
+    call: tuple[Any, ...], strided: Collection[str] = (), others: Mapping[str, Any] | None = None, **sizes: int
 ) -> None:
     """Raise ValueError unless the tensors of the named tuple `call` have the forms that its class declares.
 

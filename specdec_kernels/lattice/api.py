@@ -26,7 +26,7 @@ from specdec_kernels.checks import (
     expect_strided,
     expect_tensors,
 )
-from specdec_kernels.lattice.types import Lattice, PairFactors, RnnStep, SampledChain
+from specdec_kernels.lattice.types import Draws, Lattice, PairFactors, RnnStep, SampledChain
 from specdec_kernels.launch import dispatch
 from specdec_kernels.tree.api import expect_nodes
 from specdec_kernels.tree.types import Selection
@@ -103,18 +103,11 @@ def sample_chain(
         uniforms: [B, D] float64 in [0, 1), replaces the generator.
     """
     _check_lattice(lattice, pairs)
-    batch, depth, _ = lattice.tokens.shape
-    expect_tensors(
-        {"tokens": lattice.tokens},
-        temperature=(temperature, (batch,), torch.float32),
-        seeds=(seeds, (batch,), torch.int64),
-        positions=(positions, (batch,), torch.int64),
-        uniforms=(uniforms, (batch, depth), torch.float64),
-    )
+    draws, (batch, depth, _) = Draws(temperature, seeds, positions, uniforms), lattice.tokens.shape
+    expect_fields(draws, others=dict(tokens=lattice.tokens), B=batch, D=depth)
     if uniforms is None and (seeds is None or positions is None):
         raise ValueError("sample_chain: expected seeds and positions, or uniforms; got neither")
-    sample = dispatch("sample_chain", __package__, impl, lattice.logits)
-    return sample(lattice, pairs, temperature, seeds, positions, uniforms)
+    return dispatch("sample_chain", __package__, impl, lattice.logits)(lattice, pairs, draws)
 
 
 def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int, *, impl: str = "auto") -> Selection:

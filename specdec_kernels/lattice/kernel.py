@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.lattice.configs import CONFIGS
-from specdec_kernels.lattice.types import Lattice, PairFactors, SampledChain
+from specdec_kernels.lattice.types import Draws, Lattice, PairFactors, SampledChain
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.sampling import device as d
@@ -311,18 +311,11 @@ def greedy_chain(lattice: Lattice, pairs: torch.Tensor) -> Selection:
     return chain
 
 
-def sample_chain(
-    lattice: Lattice,
-    pairs: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    uniforms: torch.Tensor | None,
-) -> SampledChain:
+def sample_chain(lattice: Lattice, pairs: torch.Tensor, draws: Draws) -> SampledChain:
     chain = empty_selection(lattice.last_tokens, lattice.tokens.shape[1] + 1)
     probs = pairs.new_empty(lattice.tokens.shape)
-    sources = (seeds, positions, None) if uniforms is None else (None, None, uniforms)
-    _launch_chain(lattice, pairs, (temperature, *sources), chain, probs)
+    sources = draws if draws.uniforms is None else draws._replace(seeds=None, positions=None)
+    _launch_chain(lattice, pairs, sources, chain, probs)
     return SampledChain(*chain, probs)
 
 

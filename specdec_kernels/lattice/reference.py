@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.lattice.types import Lattice, PairFactors, RnnStep, SampledChain
+from specdec_kernels.lattice.types import Draws, Lattice, PairFactors, RnnStep, SampledChain
 from specdec_kernels.sampling.reference import MIN_TEMPERATURE, inverse_cdf, philox_uniform
 from specdec_kernels.sampling.types import DRAFT_STREAM
 from specdec_kernels.tree.types import UNUSED_PARENT, Selection
@@ -30,17 +30,11 @@ def pair_scores(lattice: Lattice, factors: PairFactors) -> Tensor:
 def greedy_chain(lattice: Lattice, pairs: Tensor) -> Selection:
     greedy = torch.zeros(len(pairs), device=pairs.device)
     unused = torch.zeros(pairs.shape[:2], dtype=torch.float64, device=pairs.device)
-    return Selection(*sample_chain(lattice, pairs, greedy, None, None, unused)[:4])
+    return Selection(*sample_chain(lattice, pairs, Draws(greedy, None, None, unused))[:4])
 
 
-def sample_chain(
-    lattice: Lattice,
-    pairs: Tensor,
-    temperature: Tensor,
-    seeds: Tensor | None,
-    positions: Tensor | None,
-    uniforms: Tensor | None,
-) -> SampledChain:
+def sample_chain(lattice: Lattice, pairs: Tensor, draws: Draws) -> SampledChain:
+    temperature, seeds, positions, uniforms = draws
     batch, depth, candidates = lattice.tokens.shape
     values, drafts = _values(lattice, pairs), _drafts(lattice)
     sampled = temperature > 0

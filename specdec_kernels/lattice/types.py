@@ -32,6 +32,15 @@ class PairFactors(NamedTuple):
     token_gates: torch.Tensor | None = None  # [V, r]: W1 G_e^T of a gated DSpark head, made once on loading
 
 
+class Draws(NamedTuple):
+    """How `sample_chain`, which describes them, draws."""
+
+    temperature: Annotated[torch.Tensor, "B float32"]
+    seeds: Annotated[torch.Tensor | None, "B int64"]
+    positions: Annotated[torch.Tensor | None, "B int64"]
+    uniforms: Annotated[torch.Tensor | None, "B D float64"]
+
+
 class SampledChain(NamedTuple):
     """A chain of D + 1 nodes as a `Selection`, and what it was sampled from."""
 
