@@ -3,6 +3,9 @@
 A family folder holds the public functions, their definition in plain torch (`reference`), the Triton kernels
 (`kernel`) and named inputs (`cases`); the names of its `__all__` can be imported from here. Names load at their
 first use, and Triton only when a kernel is launched.
+
+`impl` of a function is `auto`, `triton` or `reference`. Functions raise ValueError for a wrong shape, dtype, stride,
+device or size, and RuntimeError for `impl="triton"` where no kernel can run.
 """
 
 from __future__ import annotations

@@ -105,8 +105,7 @@ def bytes_of(inputs: dict[str, Any], *names: str) -> int:
 
 
 def comparison_of(family: str) -> Comparison:
-    found: Comparison = getattr(import_module(f"specdec_kernels.{family}.cases"), "COMPARISON", Comparison())
-    return found
+    return getattr(import_module(f"specdec_kernels.{family}.cases"), "COMPARISON", Comparison())
 
 
 def case_of(

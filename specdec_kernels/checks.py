@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args, get_type_hints
 
 if TYPE_CHECKING:
     import torch
 
-Expected: TypeAlias = "tuple[torch.Tensor | None, Sequence[int | None], torch.dtype]"
-"""A tensor (None is skipped) with the shape and the dtype that it must have."""
+Expected: TypeAlias = "tuple[torch.Tensor | None, Sequence[int | None], torch.dtype | Sequence[torch.dtype]]"
+"""A tensor (None is skipped) with the shape and the dtype, or one of the dtypes, that it must have."""
 
 
 def expect_choice(name: str, value: object, choices: Collection[str]) -> None:
@@ -80,7 +81,63 @@ def expect_tensors(others: Mapping[str, torch.Tensor | None] | None = None, /, *
     `others` only the device is checked."""
     for name, (tensor, shape, dtype) in expected.items():
         if tensor is not None:
-            expect_shape(name, tensor, shape)
-            expect_dtype(name, tensor, dtype)
+            _expect_form(name, tensor, shape, dtype)
             expect_contiguous(**{name: tensor})
     expect_same_device(**(others or {}), **{name: tensor for name, (tensor, _, _) in expected.items()})
+
+
+def expect_strided(**expected: Expected) -> None:
+    """As `expect_tensors` of tensors whose rows may be strided: the entries of the last dimension are adjacent."""
+    for name, (tensor, shape, dtype) in expected.items():
+        if tensor is not None:
+            _expect_form(name, tensor, shape, dtype)
+            if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+                raise ValueError(f"{name}: expected stride 1 in the last dimension, got strides {tensor.stride()}")
+    expect_same_device(**{name: tensor for name, (tensor, _, _) in expected.items()})
+
+
+def _expect_form(
+    name: str, tensor: torch.Tensor, shape: Sequence[int | None], dtype: torch.dtype | Sequence[torch.dtype]
+) -> None:
+    expect_shape(name, tensor, shape)
+    expect_dtype(name, tensor, *(dtype if isinstance(dtype, (tuple, list)) else (dtype,)))
+
+
+def expect_fields(
+    call: tuple[Any, ...], strided: Collection[str] = (), others: Mapping[str, Any] | None = None, **sizes: int
+) -> None:
+    """Raise ValueError unless the tensors of the named tuple `call` have the forms that its class declares.
+
+    `Annotated[Tensor, "B N float32|float16"]` has two sizes and one of two dtypes. A size is a number, `*` for any, a
+    name that means the same in all fields and in `sizes`, or `N/64`, rounded up. The tensors are contiguous, or strided
+    as in `expect_strided` where named, and on one device with `others`.
+    """
+    tensors = {name: getattr(call, name) for name in _forms(type(call)) if getattr(call, name) is not None}
+    for name, tensor in tensors.items():
+        places, dtypes = _forms(type(call))[name]
+        if len(places) == tensor.ndim:
+            for place, actual in zip(places, tensor.shape, strict=True):
+                if place.isidentifier():
+                    sizes.setdefault(place, int(actual))
+        expect_shape(name, tensor, [_size(place, sizes) for place in places])
+        if str(tensor.dtype) not in dtypes:
+            raise ValueError(f"{name}: expected dtype {' or '.join(dtypes)}, got {tensor.dtype}")
+        if name in strided:
+            expect_strided(**{name: (tensor, tensor.shape, tensor.dtype)})
+        else:
+            expect_contiguous(**{name: tensor})
+    expect_same_device(**{**tensors, **(others or {})})
+
+
+def _size(place: str, sizes: Mapping[str, int]) -> int | None:
+    name, _, divisor = place.partition("/")
+    size = int(name) if name.isdigit() else sizes.get(name)
+    return -(-size // int(divisor)) if divisor and size is not None else size
+
+
+@cache
+def _forms(kind: type) -> dict[str, tuple[list[str], list[str]]]:
+    """Sizes and dtypes of each annotated field."""
+    hints = get_type_hints(kind, include_extras=True).items()
+    forms = {name: get_args(hint)[1].split() for name, hint in hints if hasattr(hint, "__metadata__")}
+    return {name: (form[:-1], [f"torch.{dtype}" for dtype in form[-1].split("|")]) for name, form in forms.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_contiguous, expect_dtype
+from specdec_kernels.checks import expect_tensors
 from specdec_kernels.launch import dispatch
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -15,10 +15,9 @@ def silu_mul(gate_up: Tensor, *, impl: str = "auto") -> Tensor:
     """silu(gate) * up [..., F] with silu(x) = x / (1 + exp(-x)), for gate and up side by side in `gate_up` [..., 2 F].
 
     SiLU is computed in float32 and rounded to the dtype of `gate_up` before the multiplication, as the separate
-    operations do. ValueError where a shape, dtype or layout (contiguous) does not fit.
+    operations do. `gate_up` is contiguous.
     """
     if gate_up.ndim == 0 or gate_up.shape[-1] % 2 or gate_up.shape[-1] == 0:
         raise ValueError(f"gate_up: expected an even last dimension of at least 2, got shape {list(gate_up.shape)}")
-    expect_dtype("gate_up", gate_up, *_DTYPES)
-    expect_contiguous(gate_up=gate_up)
+    expect_tensors(gate_up=(gate_up, gate_up.shape, _DTYPES))
     return dispatch("silu_mul", __package__, impl, gate_up)(gate_up)

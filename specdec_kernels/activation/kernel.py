@@ -6,9 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.activation.configs import NUM_WARPS, block_of
-from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.launch import CHIPS, current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+
+BLOCK = dict.fromkeys(CHIPS, 1024) | {"interpreter": 16384}
+"""Columns of a program: 16 bytes a lane of two-byte numbers."""
 
 
 @triton.jit
@@ -40,12 +42,11 @@ def _silu_mul_kernel(
 def silu_mul(gate_up: Tensor) -> Tensor:
     width, chip = gate_up.shape[-1] // 2, current_chip(gate_up)
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    block = block_of(chip)
+    block = BLOCK[chip]
     launch(
         _silu_mul_kernel,
         (out.numel() // width, -(-width // block)),
         *(gate_up, out, width),
-        num_warps=NUM_WARPS,
         BLOCK=block,
         **pdl_options(chip),
     )

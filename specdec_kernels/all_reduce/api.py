@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.all_reduce.types import SLOTS, Exchange
-from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.checks import expect_at_least_one, expect_dtype, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
 
@@ -28,22 +28,20 @@ def all_reduce_add_rms_norm(
         weight: [D], dtype of the residual, or float32, as in `rms_norm`.
         eps: added to the mean square.
     """
-    expect_shape("residual", residual, (*(None for _ in residual.shape[:-1]), exchange.width))
     if not 0 <= slot < SLOTS:
         raise ValueError(f"slot: expected 0 to {SLOTS - 1}, got {slot}")
     if residual.numel() > exchange.rows * exchange.width:
         raise ValueError(f"residual: expected at most {exchange.rows} rows, got {residual.numel() // exchange.width}")
     if exchange.rows % 2:
         raise ValueError(f"exchange.rows: expected an even number, got {exchange.rows}")
-    expect_shape("parts", parts, (None, *residual.shape))
-    if parts.shape[0] == 0:
-        raise ValueError("parts: expected at least one, got none")
-    expect_shape("weight", weight, (exchange.width,))
-    expect_dtype("weight", weight, weight_dtype(residual, weight))
-    exact = (torch.float64,) if residual.dtype == torch.float64 else ()
-    expect_dtype("parts", parts, torch.float32, *exact)
+    wide = (torch.float32, torch.float64) if residual.dtype == torch.float64 else torch.float32
     expect_dtype("exchange.memory", exchange.memory, torch.int64)
-    expect_same_device(parts=parts, residual=residual, weight=weight, memory=exchange.memory)
-    expect_contiguous(parts=parts, residual=residual, weight=weight)
+    expect_tensors(
+        {"exchange.memory": exchange.memory},
+        residual=(residual, (*(None for _ in residual.shape[:-1]), exchange.width), residual.dtype),
+        parts=(parts, (None, *residual.shape), wide),
+        weight=(weight, (exchange.width,), weight_dtype(residual, weight)),
+    )
+    expect_at_least_one(**{"number of parts": len(parts)})
     function = dispatch("all_reduce_add_rms_norm", __package__, impl, residual)
     return function(parts, exchange, slot, NormInputs(residual, weight, eps))

@@ -68,10 +68,8 @@ def words_of(numbers: Tensor, calls: Tensor) -> Tensor:
 
 def _sums(exchange: Exchange, rank: int, slot: int, rows: int) -> Tensor:
     """The sums that a rank receives in a slot, [ranks, rows, width] int32, as a view."""
-    ranks, capacity, width = len(exchange.offsets), exchange.rows, exchange.width
-    start, size = int(exchange.offsets[rank]), ranks * capacity * width
-    words = exchange.memory[start + slot * size :][:size].view(torch.int32)[:size]
-    return words.view(ranks, capacity, width)[:, :rows]
+    words, _ = _places(exchange, rank, slot, exchange.rows)
+    return words.reshape(-1).view(torch.int32)[: words.numel()].view(words.shape)[:, :rows]
 
 
 def _places(exchange: Exchange, rank: int, slot: int, rows: int) -> tuple[Tensor, Tensor]:

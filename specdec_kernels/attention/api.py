@@ -20,15 +20,7 @@ from specdec_kernels.attention.types import (
     TileSchedule,
     WorkShape,
 )
-from specdec_kernels.checks import (
-    expect_at_least_one,
-    expect_choice,
-    expect_contiguous,
-    expect_dtype,
-    expect_same_device,
-    expect_shape,
-    expect_tensors,
-)
+from specdec_kernels.checks import expect_at_least_one, expect_choice, expect_shape, expect_strided, expect_tensors
 from specdec_kernels.launch import current_chip, dispatch
 
 _WORD_BITS = 64
@@ -53,10 +45,9 @@ def paged_attention(
 ) -> Tensor:
     """Attention of N query rows per request over its paged keys and values: [B, N, H, D] in q's dtype.
 
-    Decoding is N = 1; prefill is `mode="chain"` with L tokens already stored. Every slot up to the last key, at L +
-    q_lens
-    - 1 or L + tree_width - 1, must hold finite numbers, seen or not. A result depends on the number of requests, which
-    decides how keys are split, and on nothing else of the other requests.
+    Decoding is N = 1; prefill is `mode="chain"` with L tokens already stored. Every slot up to the last key, which is
+    L + q_lens - 1 or L + tree_width - 1, must hold finite numbers, seen or not. A result depends on the number of
+    requests, which decides how keys are split, and on nothing else of the other requests.
 
     Args:
         q: [B, N, H, D], D a multiple of 16 up to 256, H a multiple of H_kv. Contiguous.
@@ -74,13 +65,9 @@ def paged_attention(
         in_order: with `batch_invariant`, whether one program computes all splits of its rows, which needs no memory for
             partial results and changes no bit; by default where the rows, the partial results or the requests are many.
         out: where to write the result, like q; a new tensor by default.
-
-    Raises:
-        ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and actual.
     """
-    call = _checked(
-        q, kv, metadata, sinks, k_scale, v_scale, tile_schedule, split_tokens, tuning, batch_invariant, in_order
-    )
+    scales, options = (sinks, k_scale, v_scale), (split_tokens, tuning, batch_invariant, in_order)
+    call = _checked(q, kv, metadata, LayerScales(*scales), SplitOptions(*options), tile_schedule)
     expect_tensors({"q": q}, out=(out, tuple(q.shape), q.dtype))
     return dispatch("paged_attention", __package__, impl, q)(call, out)
 
@@ -90,7 +77,10 @@ def paged_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """`paged_attention`, and the log-sum-exp (natural logarithm) of each row's scores, its sink included: (out,
     lse [B, N, H] float32, float64 for float64 input). `options` are those of `paged_attention` but `out`."""
-    return dispatch("paged_attention_with_lse", __package__, impl, q)(_checked(q, kv, metadata, **options))
+    scales = LayerScales(**{name: options.pop(name) for name in LayerScales._fields if name in options})
+    tile_schedule = options.pop("tile_schedule", None)
+    call = _checked(q, kv, metadata, scales, SplitOptions(**options), tile_schedule)
+    return dispatch("paged_attention_with_lse", __package__, impl, q)(call)
 
 
 def plan_attention(
@@ -168,25 +158,18 @@ def mask_paths(mask: Tensor, most: int, *, impl: str = "auto") -> Tensor:
     """
     expect_tensors(mask=(mask, (None, None, None), torch.int64))
     expect_at_least_one(most=most, words=mask.shape[2])
-    return dispatch("mask_paths", __package__, impl, mask, kernel="kernel_paths")(mask, most)
+    return dispatch("mask_paths", __package__, impl, mask, kernel="kernel_plan")(mask, most)
 
 
 def _checked(
     q: Tensor,
     kv: Tensor,
     metadata: AttentionMetadata,
-    sinks: Tensor | None = None,
-    k_scale: float | Tensor = 1.0,
-    v_scale: float | Tensor = 1.0,
-    tile_schedule: TileSchedule | None = None,
-    split_tokens: int | None = None,
-    tuning: Mapping[str, Any] | None = None,
-    batch_invariant: bool = False,
-    in_order: bool | None = None,
+    scales: LayerScales,
+    options: SplitOptions,
+    tile_schedule: TileSchedule | None,
 ) -> AttentionCall:
     """The call with every default filled in."""
-    scales = LayerScales(sinks, k_scale, v_scale)
-    options = SplitOptions(split_tokens, tuning, batch_invariant, in_order)
     _check_pool(q, kv, metadata)
     check_draft(q, metadata)
     _check_depths(q, metadata)
@@ -204,7 +187,7 @@ def _checked(
             if ours != theirs
         ]
         raise ValueError(f"tile_schedule: expected the list of a call of this shape, got {'; '.join(differences)}")
-    scales = LayerScales(sinks, *(x if isinstance(x, Tensor) else float(x) for x in (k_scale, v_scale)))
+    scales = LayerScales(scales.sinks, *(x if isinstance(x, Tensor) else float(x) for x in scales[1:]))
     return AttentionCall(q, kv, filled, scales, work, config, tile_schedule)
 
 
@@ -302,34 +285,26 @@ def check_mode(metadata: AttentionMetadata) -> None:
 def check_lengths(metadata: AttentionMetadata) -> None:
     """Page table, lengths and rows in use."""
     page_table, lengths, q_lens = metadata.page_table, metadata.lengths, metadata.q_lens
-    expect_shape("lengths", lengths, (None,))
-    expect_dtype("lengths", lengths, torch.int64)
-    expect_shape("page_table", page_table, (len(lengths), None))
-    expect_dtype("page_table", page_table, torch.int32)
-    if page_table.shape[1] > 1 and page_table.stride(1) != 1:
-        raise ValueError(f"page_table: expected rows of adjacent entries, got strides {page_table.stride()}")
-    expect_tensors(
-        {"page_table": page_table},
-        lengths=(lengths, (None,), torch.int64),
-        q_lens=(q_lens, (len(lengths),), torch.int32),
-    )
+    expect_tensors(lengths=(lengths, (None,), torch.int64))
+    expect_strided(page_table=(page_table, (len(lengths), None), torch.int32))
+    expect_tensors({"page_table": page_table, "lengths": lengths}, q_lens=(q_lens, (len(lengths),), torch.int32))
 
 
 def _check_pool(q: Tensor, kv: Tensor, metadata: AttentionMetadata) -> None:
     """Shapes and types of queries, pool, page table and lengths."""
     expect_shape("q", q, (None, None, None, None))
     batch, _, heads, head_dim = q.shape
-    expect_shape("kv", kv, (2, None, None, None, head_dim))
     expect_shape("lengths", metadata.lengths, (batch,))
     check_lengths(metadata)
-    expect_dtype("q", q, *_FLOATS)
-    expect_dtype("kv", kv, q.dtype, torch.float8_e4m3fn)
+    expect_tensors(
+        {"lengths": metadata.lengths},
+        q=(q, q.shape, _FLOATS),
+        kv=(kv, (2, None, None, None, head_dim), (q.dtype, torch.float8_e4m3fn)),
+    )
     if kv.shape[3] == 0 or heads % kv.shape[3]:
         raise ValueError(f"q: expected heads in a multiple of kv's {kv.shape[3]}, got {heads}")
     if (problem := AttentionShape.of(q, kv).problem) is not None:
         raise ValueError(f"q, kv: {problem}")
-    expect_same_device(q=q, kv=kv, lengths=metadata.lengths)
-    expect_contiguous(q=q, kv=kv)
 
 
 def check_draft(q: Tensor, metadata: AttentionMetadata) -> None:

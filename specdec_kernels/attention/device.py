@@ -49,6 +49,7 @@ class Static(NamedTuple):
     WORDS: Any  # of a row of the mask
     ALL_SLOTS: Any  # every request has all slots of the tree
     SPLIT: Any  # partial results are merged by another kernel
+    FIXED: Any  # splits lie at fixed positions
     FP8: Any  # one of FP8_NONE, FP8_NATIVE, FP8_BITS
     BLOCK_M: Any  # query rows
     BLOCK_N: Any  # keys
@@ -189,6 +190,27 @@ def split_layout(length, end, splits, FIXED: tl.constexpr):
     tokens = (span + tl.maximum(wanted, 1) - 1) // tl.maximum(wanted, 1)
     tokens = tl.maximum((tokens + unit - 1) // unit, 1) * unit
     return tokens, begin, end * 0, (span + tokens - 1) // tokens
+
+
+@triton.jit
+def item_of(work, call, STATIC: tl.constexpr):
+    """(request, tile of query rows, split of the keys, place of the partial result) of a work item: an entry of the
+    tile schedule or, without one, a program of the grid."""
+    if call.items is None:
+        num_tiles = (call.splits.num_nodes * STATIC.GROUP + STATIC.BLOCK_M - 1) // STATIC.BLOCK_M
+        index = work // STATIC.H_KV
+        # The last tile of a causal prefill has the most keys, so it starts first.
+        tile = num_tiles - 1 - index % num_tiles
+        split = index // num_tiles % call.num_splits
+        request = (index // num_tiles // call.num_splits).to(tl.int64)
+        part = request * call.num_splits + split
+    else:
+        entry = call.items + work // STATIC.H_KV * 3
+        request = tl.load(entry).to(tl.int64)
+        tile = tl.load(entry + 1)
+        split = tl.load(entry + 2)
+        part = (tl.load(call.offsets + request) + split).to(tl.int64)
+    return request, tile, split, part
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec_kernels.attention.device import FP8_NATIVE, page_ids, rows_and_dims, tanh, visible_in_window, window_begin
+from specdec_kernels.attention import device as d
 
 # Subtracted where a row has seen nothing: 2^-inf is zero with it, and -inf - -inf would be NaN.
 _LOWEST = tl.constexpr(-1.0e30)
@@ -27,7 +27,7 @@ _THREAD_ROWS = tl.constexpr(2)
 @triton.jit
 def _even_and_odd(pairs, like, FP8: tl.constexpr):
     """Numbers of the low and of the high code of each 16-bit number, in the type of `like`; as `device.widen` does."""
-    if FP8 == FP8_NATIVE:
+    if FP8 == d.FP8_NATIVE:
         even, odd = tl.inline_asm_elementwise(
             "{ .reg .b32 sorted; .reg .b16 low, high; prmt.b32 sorted, $2, $2, 0x3120; mov.b32 {low, high}, sorted; "
             "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
@@ -58,7 +58,7 @@ def attend_keys_swap_ab(q, pool, view, score_scale, soft_cap, begin, stop, free_
     key_ptr = pool.key_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     value_ptr = pool.value_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     if view.window is not None:
-        begin, free_begin = window_begin(view.row_position, begin, view.window, BLOCK_N)
+        begin, free_begin = d.window_begin(view.row_position, begin, view.window, BLOCK_N)
 
     q_even, q_odd = tl.split(tl.reshape(q, [BLOCK_M, PAIRS, 2]))
     q_even, q_odd = tl.trans(q_even), tl.trans(q_odd)
@@ -69,24 +69,24 @@ def attend_keys_swap_ab(q, pool, view, score_scale, soft_cap, begin, stop, free_
     total = tl.full([BLOCK_N // _WARP_ROWS, _WARP_ROWS // _THREAD_ROWS, BLOCK_M], 0.0, tl.float32)
     acc_even = tl.full([PAIRS, BLOCK_M], 0.0, tl.float32)
     acc_odd = tl.full([PAIRS, BLOCK_M], 0.0, tl.float32)
-    pages = page_ids(pool.table_row, begin + columns, stop, PAGE)
+    pages = d.page_ids(pool.table_row, begin + columns, stop, PAGE)
     for start in tl.range(begin, stop, BLOCK_N):
         positions = start + columns
         places = (pages.to(tl.int64) * PAGE + positions % PAGE) * (STATIC.H_KV * D_PAIRS)
-        pages = page_ids(pool.table_row, positions + BLOCK_N, stop, PAGE)
-        stored = rows_and_dims(positions < stop, pairs, D_PAIRS, PAIRS)
+        pages = d.page_ids(pool.table_row, positions + BLOCK_N, stop, PAGE)
+        stored = d.rows_and_dims(positions < stop, pairs, D_PAIRS, PAIRS)
         even, odd = _even_and_odd(tl.load(key_ptr + places[:, None] + pairs[None, :], mask=stored, other=0), q, FP8)
         scores = tl.dot(even, q_even, input_precision="ieee")
         scores = tl.dot(odd, q_odd, scores, input_precision="ieee")
         factor = score_scale
         if soft_cap is not None:
-            scores = tanh(scores * score_scale[None, :])
+            scores = d.tanh(scores * score_scale[None, :])
             factor = score_scale * 0.0 + soft_cap
         masked = start + BLOCK_N > free_end
         if view.window is not None:
             masked = masked | (start < free_begin)
         if masked:
-            seen = visible_in_window(view, positions, stop, STATIC.MODE, STATIC.WORDS)
+            seen = d.visible_in_window(view, positions, stop, STATIC.MODE, STATIC.WORDS)
             scores = tl.where(tl.trans(seen), scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 0) * factor)
         decay = tl.exp2(top - new_top)
@@ -95,7 +95,7 @@ def attend_keys_swap_ab(q, pool, view, score_scale, soft_cap, begin, stop, free_
         own = tl.reshape(weights, [BLOCK_N // _WARP_ROWS, _THREAD_ROWS, _WARP_ROWS // _THREAD_ROWS, BLOCK_M])
         total = total * decay[None, None, :] + tl.sum(own, 1)
         # Loaded as the operand lies: transposed afterwards, codes would take the way through registers twice.
-        stored = tl.trans(rows_and_dims(positions < stop, pairs, D_PAIRS, PAIRS))
+        stored = tl.trans(d.rows_and_dims(positions < stop, pairs, D_PAIRS, PAIRS))
         even, odd = _even_and_odd(tl.load(value_ptr + places[None, :] + pairs[:, None], mask=stored, other=0), q, FP8)
         acc_even = tl.dot(even, weights.to(q.dtype), acc_even * decay[None, :], input_precision="ieee")
         acc_odd = tl.dot(odd, weights.to(q.dtype), acc_odd * decay[None, :], input_precision="ieee")

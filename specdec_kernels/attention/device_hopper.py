@@ -15,20 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from specdec_kernels.attention.device import (
-    LN_2,
-    LOG2_E,
-    fold_sink,
-    inverse_or_zero,
-    key_end,
-    log2_sum,
-    split_range,
-    tile_key_range,
-    used_rows,
-    visible,
-)
+from specdec_kernels.attention import device as d
 
-_LOG2_E = gl.constexpr(LOG2_E)
+_LOG2_E = gl.constexpr(d.LOG2_E)
 WARPS = gl.constexpr(4)  # of a warp group
 GROUP_ROWS = gl.constexpr(64)  # of a computing group
 
@@ -80,29 +69,16 @@ def work_item(work, call, STATIC: gl.constexpr):
     ROWS: gl.constexpr = STATIC.BLOCK_M
     GROUP: gl.constexpr = STATIC.GROUP
     splits = call.splits
-    if call.items is None:
-        num_tiles = (splits.num_nodes * GROUP + ROWS - 1) // ROWS
-        index = work // STATIC.H_KV
-        # The last tile of a causal prefill has the most keys, so it starts first.
-        tile = num_tiles - 1 - index % num_tiles
-        split = index // num_tiles % call.num_splits
-        request = (index // num_tiles // call.num_splits).to(gl.int64)
-        part = request * call.num_splits + split
-    else:
-        entry = call.items + work // STATIC.H_KV * 3
-        request = gl.load(entry).to(gl.int64)
-        tile = gl.load(entry + 1)
-        split = gl.load(entry + 2)
-        part = (gl.load(call.offsets + request) + split).to(gl.int64)
-    begin, split_end, live = split_range(
-        call.lengths, call.q_lens, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, False
+    request, tile, split, part = d.item_of(work, call, STATIC)
+    begin, split_end, live = d.split_range(
+        call.lengths, call.q_lens, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
     )
     length = gl.load(call.lengths + request).to(gl.int32)
-    used = used_rows(call.q_lens, request, splits.num_nodes)
-    end = key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)
+    used = d.used_rows(call.q_lens, request, splits.num_nodes)
+    end = d.key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)
     first_node = tile * ROWS // GROUP
     last_node = (tile * ROWS + ROWS - 1) // GROUP
-    stop, free_end = tile_key_range(length, used, end, first_node, last_node, STATIC.MODE, STATIC.BLOCK_N)
+    stop, free_end = d.tile_key_range(length, used, end, first_node, last_node, STATIC.MODE, STATIC.BLOCK_N)
     if STATIC.SPLIT:
         stop = gl.minimum(stop, split_end)
         free_end = gl.minimum(free_end, stop)
@@ -128,7 +104,7 @@ def nodes_of_group(rows, LINES: gl.constexpr, STATIC: gl.constexpr):
 @gluon.jit
 def masked(scores, start, columns, view, stop, MODE: gl.constexpr, WORDS: gl.constexpr):
     """-inf for the keys of the tile at `start` that a row does not see."""
-    seen = visible(view.mask_row, start + columns, stop, view.length, view.nodes, view.used, MODE, WORDS)
+    seen = d.visible(view.mask_row, start + columns, stop, view.length, view.nodes, view.used, MODE, WORDS)
     return gl.where(seen, scores, float("-inf"))
 
 
@@ -194,8 +170,8 @@ def write_rows(call, item, rows, acc, top, total, value_scale, SUMS: gl.constexp
     row = rows.first_row + gl.arange(0, GROUP_ROWS, LINES)
     nodes = row // GROUP
     total = gl.where(nodes < item.used, total, 0.0)
-    out = acc * (value_scale * inverse_or_zero(total))[:, None]
-    lse = log2_sum(top, total)
+    out = acc * (value_scale * d.inverse_or_zero(total))[:, None]
+    lse = d.log2_sum(top, total)
     places = rows.own + nodes * ROW_HEADS + row % GROUP
     if STATIC.SPLIT:
         places += part * num_nodes * ROW_HEADS
@@ -205,10 +181,10 @@ def write_rows(call, item, rows, acc, top, total, value_scale, SUMS: gl.constexp
         if call.sinks is not None:
             sink = gl.load(call.sinks + rows.kv_head * GROUP + row % GROUP) * _LOG2_E
             sink = gl.where(nodes < item.used, sink, float("-inf"))
-            out, top, total = fold_sink(out, lse, gl.where(total > 0.0, 1.0, 0.0), sink)
-            out = out * inverse_or_zero(total)[:, None]
-            lse = log2_sum(top, total)
-        lse *= LN_2
+            out, top, total = d.fold_sink(out, lse, gl.where(total > 0.0, 1.0, 0.0), sink)
+            out = out * d.inverse_or_zero(total)[:, None]
+            lse = d.log2_sum(top, total)
+        lse *= d.LN_2
     dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
     narrow = out.to(call.out.dtype.element_ty)
     gl.store(call.out + places[:, None] * D + dims[None, :], narrow, mask=written[:, None])

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from specdec_kernels.attention.device import FP8_NATIVE, View, finite_or_zero, half_queries, page_ids
+from specdec_kernels.attention import device as d
 from specdec_kernels.attention.device_hopper import (
     GROUP_ROWS,
     WARPS,
@@ -80,8 +80,8 @@ def convert_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
         value_ptr = key_ptr + call.num_pages.to(gl.int64) * (PAGE * STEP)
         table_row = call.table + item.request * call.table_stride
         positions = item.begin + columns
-        places = page_ids(table_row, positions, stop, PAGE).to(gl.int64) * PAGE + positions % PAGE
-        pages = page_ids(table_row, positions + BLOCK_N, stop, PAGE)
+        places = d.page_ids(table_row, positions, stop, PAGE).to(gl.int64) * PAGE + positions % PAGE
+        pages = d.page_ids(table_row, positions + BLOCK_N, stop, PAGE)
         key_codes = _load_codes(key_ptr, places, positions < stop, quads, STEP)
         value_codes = _load_codes(value_ptr, places, positions < 0, quads, STEP)  # the first buffer has none
         for _index in range(gl.where(item.exists, num_tiles(item.begin, stop, BLOCK_N) + 1, 0)):
@@ -90,7 +90,7 @@ def convert_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
             before_stored = positions < stop
             positions += BLOCK_N
             places = pages.to(gl.int64) * PAGE + positions % PAGE
-            pages = page_ids(table_row, positions + BLOCK_N, stop, PAGE)
+            pages = d.page_ids(table_row, positions + BLOCK_N, stop, PAGE)
             _store_converted(key_codes, ring.k_tiles.index(buffer))
             key_codes = _load_codes(key_ptr, places, positions < stop, quads, STEP)
             _store_converted(value_codes, ring.v_tiles.index(buffer))
@@ -104,8 +104,8 @@ def _weights(scores, factor, top):
     """As `device.softmax_step`: (weights, top, decay of the output, sums [64, 4] of the weights that each thread of a
     row has). Threads add their sums at the end, because each exchange among them delays the next tile."""
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
-    decay = gl.exp2(top - finite_or_zero(new_top))
-    weights = gl.exp2(gl.fma(scores, factor[:, None], -finite_or_zero(new_top)[:, None]))
+    decay = gl.exp2(top - d.finite_or_zero(new_top))
+    weights = gl.exp2(gl.fma(scores, factor[:, None], -d.finite_or_zero(new_top)[:, None]))
     by_thread = gl.reshape(weights, [GROUP_ROWS, weights.shape[1] // 8, 4, 2])
     return weights, new_top, decay, gl.sum(gl.sum(by_thread, 3), 1)
 
@@ -144,7 +144,7 @@ def _load_queries(call, rows, used, queries, group, SCORES: gl.constexpr, STATIC
     q = load_rows(call.q, rows, used, STATIC)
     LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
     if q.dtype == gl.bfloat16:
-        q, factor = half_queries(q, FP8_NATIVE)
+        q, factor = d.half_queries(q, d.FP8_NATIVE)
         factor = gl.convert_layout(factor, LINES)
     else:
         factor = gl.full([GROUP_ROWS], 1.0, gl.float32, LINES)
@@ -187,7 +187,7 @@ def attend_fp8(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexp
             if call.mask is not None:
                 mask_row = call.mask + item.request * call.splits.num_nodes * STATIC.WORDS
             nodes = nodes_of_group(rows, LINES, STATIC)
-            view = View(mask_row, None, None, nodes, item.length, item.used, None)
+            view = d.View(mask_row, None, None, nodes, item.length, item.used, None)
             top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, LINES)
             acc = gl.full([GROUP_ROWS, D], 0.0, gl.float32, SUMS)
 

@@ -25,47 +25,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.attention.device import (
-    LN_2,
-    LOG2_E,
-    MODE_CODES,
-    PATHS,
-    RUN_TIME_SIZES,
-    Call,
-    Splits,
-    Static,
-    View,
-    capped,
-    fixed_split_begin,
-    fold_part,
-    fold_sink,
-    half_queries,
-    inverse_or_zero,
-    key_end,
-    log2_sum,
-    page_ids,
-    pool_of,
-    row_positions,
-    rows_and_dims,
-    softmax_step,
-    split_layout,
-    split_range,
-    tile_key_range,
-    used_rows,
-    visible_in_window,
-    widen,
-    window_begin,
-)
+from specdec_kernels.attention import device as d
 from specdec_kernels.attention.device_fp8 import attend_keys_swap_ab
 from specdec_kernels.attention.kernel_hopper import WARP_SPECIALIZED_TILES, launch_warp_specialized
 from specdec_kernels.attention.kernel_merge import merge
 from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
-from specdec_kernels.attention.launch_arguments import pdl_options, pool_argument, score_factors, tile_arguments
+from specdec_kernels.attention.launch_arguments import (
+    pdl_options,
+    pool_argument,
+    schedule_tensors,
+    score_factors,
+    static_of,
+)
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import launch
 from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 
-_LOG2_E = tl.constexpr(LOG2_E)
+_LOG2_E = tl.constexpr(d.LOG2_E)
 
 
 class Item(NamedTuple):
@@ -95,11 +71,11 @@ def _write_rows(call, item, out, top, total, rows, out_rows, used, STATIC: tl.co
         if call.sinks is not None:
             sink = tl.load(call.sinks + item.kv_head * STATIC.GROUP + rows % STATIC.GROUP) * _LOG2_E
             sink = tl.where(nodes < used, sink, float("-inf"))
-            out, top, total = fold_sink(out, top, total, sink)
-        out = out * inverse_or_zero(total)[:, None]
-        lse = log2_sum(top, total) * LN_2
+            out, top, total = d.fold_sink(out, top, total, sink)
+        out = out * d.inverse_or_zero(total)[:, None]
+        lse = d.log2_sum(top, total) * d.LN_2
     dims = tl.arange(0, STATIC.BLOCK_D)
-    out_written = rows_and_dims(written, dims, D, STATIC.BLOCK_D)
+    out_written = d.rows_and_dims(written, dims, D, STATIC.BLOCK_D)
     narrow = out.to(call.out.dtype.element_ty)
     tl.store(call.out + out_rows[:, None] * D + dims[None, :], narrow, mask=out_written)
     if call.lse is not None:
@@ -113,31 +89,31 @@ def attend_keys(q, pool, view, score_scale, soft_cap, begin, stop, free_end, STA
     BLOCK_N: tl.constexpr = STATIC.BLOCK_N
     PAGE: tl.constexpr = STATIC.PAGE
     if view.window is not None:
-        begin, free_begin = window_begin(view.row_position, begin, view.window, BLOCK_N)
+        begin, free_begin = d.window_begin(view.row_position, begin, view.window, BLOCK_N)
 
     dims = tl.arange(0, STATIC.BLOCK_D)
     columns = tl.arange(0, BLOCK_N)
     top = tl.full([STATIC.BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([STATIC.BLOCK_M], 0.0, tl.float32)
     acc = tl.full([STATIC.BLOCK_M, STATIC.BLOCK_D], 0.0, tl.float32)
-    pages = page_ids(pool.table_row, begin + columns, stop, PAGE)
+    pages = d.page_ids(pool.table_row, begin + columns, stop, PAGE)
     for start in tl.range(begin, stop, BLOCK_N):
         positions = start + columns
-        stored = rows_and_dims(positions < stop, dims, D, STATIC.BLOCK_D)
+        stored = d.rows_and_dims(positions < stop, dims, D, STATIC.BLOCK_D)
         offsets = (pages.to(tl.int64) * PAGE + positions % PAGE)[:, None] * (STATIC.H_KV * D) + dims[None, :]
         # A tile ahead: a load of page numbers between two loads of keys would end the pipelining of the latter.
-        pages = page_ids(pool.table_row, positions + BLOCK_N, stop, PAGE)
-        keys = widen(tl.load(pool.key_ptr + offsets, mask=stored, other=0.0), q, STATIC.FP8)
+        pages = d.page_ids(pool.table_row, positions + BLOCK_N, stop, PAGE)
+        keys = d.widen(tl.load(pool.key_ptr + offsets, mask=stored, other=0.0), q, STATIC.FP8)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-        scores, factor = capped(scores, score_scale, soft_cap)
+        scores, factor = d.capped(scores, score_scale, soft_cap)
         masked = start + BLOCK_N > free_end
         if view.window is not None:
             masked = masked | (start < free_begin)
         if masked:
-            seen = visible_in_window(view, positions, stop, STATIC.MODE, STATIC.WORDS)
+            seen = d.visible_in_window(view, positions, stop, STATIC.MODE, STATIC.WORDS)
             scores = tl.where(seen, scores, float("-inf"))
-        weights, top, total, acc = softmax_step(scores, factor, top, total, acc)
-        values = widen(tl.load(pool.value_ptr + offsets, mask=stored, other=0.0), q, STATIC.FP8)
+        weights, top, total, acc = d.softmax_step(scores, factor, top, total, acc)
+        values = d.widen(tl.load(pool.value_ptr + offsets, mask=stored, other=0.0), q, STATIC.FP8)
         acc = tl.dot(weights.to(q.dtype), values, acc, input_precision="ieee")
     return top, total, acc
 
@@ -148,20 +124,20 @@ def _attend_in_order(
 ):
     """All splits of a request, one after the other, with the bits of partial results and their merge: (out, top,
     total)."""
-    _, _, first, live = split_layout(view.length, stop, splits, True)
+    _, _, first, live = d.split_layout(view.length, stop, splits, True)
     out = tl.full([STATIC.BLOCK_M, STATIC.BLOCK_D], 0.0, tl.float32)
     top = tl.full([STATIC.BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([STATIC.BLOCK_M], 0.0, tl.float32)
     for split in tl.range(first, first + live):
-        begin = fixed_split_begin(split, splits.split_tokens, splits.first_splits)
-        split_stop = tl.minimum(stop, fixed_split_begin(split + 1, splits.split_tokens, splits.first_splits))
+        begin = d.fixed_split_begin(split, splits.split_tokens, splits.first_splits)
+        split_stop = tl.minimum(stop, d.fixed_split_begin(split + 1, splits.split_tokens, splits.first_splits))
         part_top, part_total, acc = attend_keys(
             q, pool, view, score_scale, soft_cap, begin, split_stop, free_end, STATIC
         )
-        acc = acc * (value_scale * inverse_or_zero(part_total))[:, None]
+        acc = acc * (value_scale * d.inverse_or_zero(part_total))[:, None]
         # Rounded as the partial result of another program is.
         acc = acc.to(DTYPE).to(tl.float32)
-        out, top, total = fold_part(out, top, total, acc, log2_sum(part_top, part_total))
+        out, top, total = d.fold_part(out, top, total, acc, d.log2_sum(part_top, part_total))
     return out, top, total
 
 
@@ -179,13 +155,13 @@ def _attend(call, item, IN_ORDER: tl.constexpr, SWAP_AB: tl.constexpr, STATIC: t
     value_scale = call.value_scale
     soft_cap = call.soft_cap
     length = tl.load(call.lengths + request).to(tl.int32)
-    used = used_rows(call.q_lens, request, num_nodes)
-    end = key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)
+    used = d.used_rows(call.q_lens, request, num_nodes)
+    end = d.key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)
     rows = item.tile * BLOCK_M + tl.arange(0, BLOCK_M)
     nodes = rows // GROUP
     first_node = item.tile * BLOCK_M // GROUP
     last_node = (item.tile * BLOCK_M + BLOCK_M - 1) // GROUP
-    stop, free_end = tile_key_range(length, used, end, first_node, last_node, STATIC.MODE, STATIC.BLOCK_N)
+    stop, free_end = d.tile_key_range(length, used, end, first_node, last_node, STATIC.MODE, STATIC.BLOCK_N)
     # The view is made here: Triton 3.6 returns no structure from a function that holds None.
     mask_row = call.mask
     if call.mask is not None:
@@ -198,21 +174,21 @@ def _attend(call, item, IN_ORDER: tl.constexpr, SWAP_AB: tl.constexpr, STATIC: t
             depths_row = call.depths + request * splits.num_slots
         if call.row_depths is not None:
             row_depths_row = call.row_depths + request * num_nodes
-        row_position = row_positions(row_depths_row, length, nodes, used, STATIC.MODE)
-    view = View(mask_row, depths_row, row_position, nodes, length, used, splits.window)
+        row_position = d.row_positions(row_depths_row, length, nodes, used, STATIC.MODE)
+    view = d.View(mask_row, depths_row, row_position, nodes, length, used, splits.window)
 
     dims = tl.arange(0, STATIC.BLOCK_D)
     out_rows = (request * num_nodes + nodes) * ROW_HEADS + item.kv_head * GROUP + rows % GROUP
-    q_loaded = rows_and_dims(nodes < used, dims, D, STATIC.BLOCK_D)
+    q_loaded = d.rows_and_dims(nodes < used, dims, D, STATIC.BLOCK_D)
     q = tl.load(call.q + out_rows[:, None] * D + dims[None, :], mask=q_loaded, other=0.0)
     if call.k_scale is not None:
         score_scale *= tl.load(call.k_scale + item.kv_head)
     if call.v_scale is not None:
         value_scale *= tl.load(call.v_scale + item.kv_head)
-    q, row_factor = half_queries(q, STATIC.FP8)
+    q, row_factor = d.half_queries(q, STATIC.FP8)
     score_scale = row_factor * score_scale
     table_row = call.table + request * call.table_stride
-    pool = pool_of(call.kv, table_row, item.kv_head, call.num_pages, STATIC.PAGE, STATIC.H_KV, D)
+    pool = d.pool_of(call.kv, table_row, item.kv_head, call.num_pages, STATIC.PAGE, STATIC.H_KV, D)
     if IN_ORDER:
         dtype: tl.constexpr = call.out.dtype.element_ty
         out, top, total = _attend_in_order(
@@ -229,22 +205,22 @@ def _attend(call, item, IN_ORDER: tl.constexpr, SWAP_AB: tl.constexpr, STATIC: t
             top, total, acc = attend_keys_swap_ab(q, pool, view, score_scale, soft_cap, begin, stop, free_end, STATIC)
         else:
             top, total, acc = attend_keys(q, pool, view, score_scale, soft_cap, begin, stop, free_end, STATIC)
-        if STATIC.MODE == PATHS:
+        if STATIC.MODE == d.PATHS:
             if (begin <= stop) & (item.end > stop):
                 # The prefix ends inside this split, which goes on with the path of each node, see `kernel_tree`.
                 tl.store(call.state + out_rows[:, None] * D + dims[None, :], acc, mask=q_loaded)
                 tl.store(call.sums + out_rows * 2, top, mask=nodes < used)
                 tl.store(call.sums + out_rows * 2 + 1, total, mask=nodes < used)
         total = tl.where(nodes < used, total, 0.0)
-        out = acc * (value_scale * inverse_or_zero(total))[:, None]
+        out = acc * (value_scale * d.inverse_or_zero(total))[:, None]
         # One part of the whole: what the merge has after it, to the bit.
-        top = log2_sum(top, total)
+        top = d.log2_sum(top, total)
         total = tl.full([BLOCK_M], 1.0, tl.float32)
     _write_rows(call, item, out, top, total, rows, out_rows, used, STATIC)
 
 
 # More than 16 run-time arguments: the launcher cannot pass tuples, which are specialised for every batch and length.
-@triton.jit(do_not_specialize=RUN_TIME_SIZES)
+@triton.jit(do_not_specialize=d.RUN_TIME_SIZES)
 def _attention_kernel(
     q_ptr,  # [B, N, H, D]
     kv_ptr,  # [2, pages, PAGE, H_KV, D], bytes with FP8
@@ -278,62 +254,40 @@ def _attention_kernel(
     score_scale,  # of q . k: to base 2, or to the argument of tanh with a soft cap
     value_scale,
     soft_cap,  # of the scores, base 2, or None
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    H_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    PAGE: tl.constexpr,
-    MODE: tl.constexpr,
-    WORDS: tl.constexpr,
-    ALL_SLOTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FIXED: tl.constexpr,
     IN_ORDER: tl.constexpr,
-    FP8: tl.constexpr,
     SWAP_AB: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
+    STATIC: tl.constexpr,  # `device.Static`
 ):
     # The predecessor may have written every input, the lengths included, so nothing is loaded before the wait.
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
-    splits = Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
-    call = Call(
+    splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
+    call = d.Call(
         q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, depths_ptr, row_depths_ptr, sinks_ptr,
         k_scale_ptr, v_scale_ptr, items_ptr, offsets_ptr, num_items_ptr, out_ptr, lse_ptr, state_ptr, sums_ptr, splits,
         num_pages=num_pages, num_splits=num_splits, table_stride=table_stride, score_scale=score_scale,
         value_scale=value_scale, soft_cap=soft_cap,
     )  # fmt: skip
-    STATIC: tl.constexpr = Static(
-        D, BLOCK_D, H_KV, GROUP, PAGE, MODE, WORDS, ALL_SLOTS, SPLIT, FP8, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N
-    )  # fmt: skip
+    H_KV: tl.constexpr = STATIC.H_KV
     if items_ptr is None:
-        num_tiles = (num_nodes * GROUP + BLOCK_M - 1) // BLOCK_M
-        index = tl.program_id(0) // H_KV
-        # The last tile of a causal prefill has the most keys, so it starts first.
-        tile = num_tiles - 1 - index % num_tiles
-        split = index // num_tiles % num_splits
-        request = (index // num_tiles // num_splits).to(tl.int64)
-        begin, end, live = split_range(lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED)
-        if SPLIT:
+        request, tile, split, part = d.item_of(tl.program_id(0), call, STATIC)
+        begin, end, live = d.split_range(
+            lengths_ptr, q_lens_ptr, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
+        )
+        if STATIC.SPLIT:
             # The merge reads only the splits that a request has.
             if split >= live:
                 return
-        item = Item(request, tl.program_id(0) % H_KV, tile, begin, end, request * num_splits + split)
-        _attend(call, item, IN_ORDER, SWAP_AB, STATIC)
+        _attend(call, Item(request, tl.program_id(0) % H_KV, tile, begin, end, part), IN_ORDER, SWAP_AB, STATIC)
     else:
         # A persistent loop over the work items of the tile schedule.
-        work_end = tl.load(num_items_ptr) * H_KV
-        for work in tl.range(tl.program_id(0), work_end, tl.num_programs(0)):
-            entry = items_ptr + work // H_KV * 3
-            request = tl.load(entry).to(tl.int64)
-            tile = tl.load(entry + 1)
-            split = tl.load(entry + 2)
-            part = (tl.load(offsets_ptr + request) + split).to(tl.int64)
-            begin, end, _ = split_range(lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED)
-            item = Item(request, work % H_KV, tile, begin, end, part)
-            _attend(call, item, IN_ORDER, SWAP_AB, STATIC)
+        for work in tl.range(tl.program_id(0), tl.load(num_items_ptr) * H_KV, tl.num_programs(0)):
+            request, tile, split, part = d.item_of(work, call, STATIC)
+            begin, end, _ = d.split_range(
+                lengths_ptr, q_lens_ptr, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
+            )
+            _attend(call, Item(request, work % H_KV, tile, begin, end, part), IN_ORDER, SWAP_AB, STATIC)
 
 
 def paged_attention(call: AttentionCall, out: Tensor | None = None) -> Tensor:
@@ -351,13 +305,12 @@ def _attention(call: AttentionCall, lse: Tensor | None, out: Tensor | None = Non
     if q.dtype == torch.float64:
         raise ValueError("q: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     out = torch.empty_like(q) if out is None else out
-    along_paths = work.fixed_splits and call.metadata.mode == "tree"
-    split = work.num_splits > 1 or along_paths
+    split = work.num_splits > 1 or call.along_paths
     parts = (work.batch * work.num_splits, *q.shape[1:3])
     # Rounded as the result itself is: float32 would double the bytes that partial results write and read.
     part = q.new_empty((*parts, q.shape[3])) if split else out
     part_lse = q.new_empty(parts, dtype=torch.float32) if split else lse
-    state = TreeState.empty(q) if along_paths else None
+    state = TreeState.empty(q) if call.along_paths else None
     if _is_warp_specialized(call):
         launch_warp_specialized(call, part, part_lse)
     else:
@@ -385,33 +338,24 @@ def _launch(call: AttentionCall, part: Tensor, part_lse: Tensor | None, state: T
     """Write `part` and `part_lse`, the partial results or, without splits, the results."""
     q, kv, metadata, scales, work, config, tile_schedule = call
     _, num_pages, _, kv_heads, _ = kv.shape
-    along_paths = state is not None
     windowed = metadata.window is not None
     launch(
         _attention_kernel,
         (work.programs(kv_heads, tile_schedule is not None, config.resident_programs),),
         *(q, pool_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens),
-        *((None, None) if along_paths else (metadata.mask, metadata.depths if windowed else None)),
+        *((None, None) if call.along_paths else (metadata.mask, metadata.depths if windowed else None)),
         metadata.row_depths if windowed else None,
         *scales.of_heads,
-        *((None, None, None) if tile_schedule is None else tile_schedule[:3]),
+        *schedule_tensors(call),
         *(part, part_lse, *(state or (None, None))),
         *(work.num_nodes, num_pages, work.num_splits, *work.sizes, metadata.page_table.stride(0)),
         *score_factors(call),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        H_KV=kv_heads,
-        GROUP=work.group,
-        MODE=MODE_CODES["paths" if along_paths else metadata.mode],
-        WORDS=0 if metadata.mask is None or along_paths else metadata.mask.shape[2],
-        ALL_SLOTS=work.all_slots,
-        SPLIT=work.num_splits > 1 or along_paths,
-        FIXED=work.fixed_splits,
         IN_ORDER=work.in_order,
         # Products in another order would not have the bits of the nodes' own paths, see `kernel_tree`.
         SWAP_AB=config.swap_ab and config.fp8_code(kv.dtype) != 0 and not work.fixed_splits,
-        BLOCK_M=config.block_m,
         PDL=config.pdl,
-        **tile_arguments(call),
+        STATIC=static_of(call),
         **pdl_options(config.pdl),
     )

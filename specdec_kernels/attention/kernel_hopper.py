@@ -28,16 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from specdec_kernels.attention.device import (
-    MODE_CODES,
-    RUN_TIME_SIZES,
-    Call,
-    Splits,
-    Static,
-    View,
-    finite_or_zero,
-    page_ids,
-)
+from specdec_kernels.attention import device as d
 from specdec_kernels.attention.device_hopper import (
     GROUP_ROWS,
     WARPS,
@@ -55,7 +46,7 @@ from specdec_kernels.attention.device_hopper import (
     write_rows,
 )
 from specdec_kernels.attention.device_hopper_fp8 import attend_fp8, convert_tiles
-from specdec_kernels.attention.launch_arguments import pdl_options, score_factors
+from specdec_kernels.attention.launch_arguments import schedule_tensors, score_factors, static_of
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import launch
 
@@ -94,11 +85,11 @@ def _copy_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
         key_ptr = call.kv + work % H_KV * D
         value_ptr = key_ptr + call.num_pages.to(gl.int64) * (PAGE * H_KV * D)
         table_row = call.table + item.request * call.table_stride
-        pages = page_ids(table_row, item.begin + columns, item.stop, PAGE)
+        pages = d.page_ids(table_row, item.begin + columns, item.stop, PAGE)
         for tile in range(tiles):
             positions = item.begin + tile * BLOCK_N + columns
             places = pages.to(gl.int64) * PAGE + positions % PAGE
-            pages = page_ids(table_row, positions + BLOCK_N, item.stop, PAGE)
+            pages = d.page_ids(table_row, positions + BLOCK_N, item.stop, PAGE)
             offsets = places[:, None] * (H_KV * D) + dims[None, :]
             stored = (positions < item.stop)[:, None]
             mbarrier.wait(ring.empty.index(buffer), 1 - phase)
@@ -123,8 +114,8 @@ def _weights(scores, start, factor, top, total, columns, view, item, MODE: gl.co
     if start + scores.shape[1] > item.free_end:
         scores = masked(scores, start, columns, view, item.stop, MODE, WORDS)
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
-    decay = gl.exp2(top - finite_or_zero(new_top))
-    weights = gl.exp2(gl.fma(scores, factor[:, None], -finite_or_zero(new_top)[:, None]))
+    decay = gl.exp2(top - d.finite_or_zero(new_top))
+    weights = gl.exp2(gl.fma(scores, factor[:, None], -d.finite_or_zero(new_top)[:, None]))
     return weights, new_top, gl.fma(total, decay, gl.sum(weights, 1)), decay
 
 
@@ -156,7 +147,7 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.cons
             if call.mask is not None:
                 mask_row = call.mask + item.request * call.splits.num_nodes * STATIC.WORDS
             nodes = nodes_of_group(rows, LINES, STATIC)
-            view = View(mask_row, None, None, nodes, item.length, item.used, None)
+            view = d.View(mask_row, None, None, nodes, item.length, item.used, None)
             top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, LINES)
             total = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES)
             acc = gl.full([GROUP_ROWS, D], 0.0, gl.float32, SUMS)
@@ -203,7 +194,7 @@ def _barriers(ROWS: gl.constexpr, NUM_BUFFERS: gl.constexpr):
 
 
 # More than 16 run-time arguments: the same as `_attention_kernel` has.
-@gluon.jit(do_not_specialize=RUN_TIME_SIZES)
+@gluon.jit(do_not_specialize=d.RUN_TIME_SIZES)
 def _hopper_kernel(
     q_ptr,  # [B, N, H, D]
     kv_ptr,  # [2, pages, PAGE, H_KV, D], with FP8 four codes a number
@@ -231,17 +222,7 @@ def _hopper_kernel(
     table_stride,
     score_scale,  # of q . k, to base 2
     value_scale,
-    D: gl.constexpr,
-    H_KV: gl.constexpr,
-    GROUP: gl.constexpr,
-    PAGE: gl.constexpr,
-    MODE: gl.constexpr,
-    WORDS: gl.constexpr,
-    ALL_SLOTS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    FP8: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    STATIC: gl.constexpr,  # `device.Static`
     NUM_BUFFERS: gl.constexpr,
     COMPUTING: gl.constexpr,
     COPYING: gl.constexpr,
@@ -250,27 +231,25 @@ def _hopper_kernel(
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    GROUPS: gl.constexpr = ROWS // GROUP_ROWS
-    dtype: gl.constexpr = gl.float16 if FP8 else q_ptr.dtype.element_ty
-    k_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, BLOCK_N, D], SHARED)
-    v_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, BLOCK_N, D], SHARED)
-    full, empty = _barriers(ROWS, NUM_BUFFERS)
+    D: gl.constexpr = STATIC.D
+    GROUPS: gl.constexpr = STATIC.BLOCK_M // GROUP_ROWS
+    dtype: gl.constexpr = gl.float16 if STATIC.FP8 else q_ptr.dtype.element_ty
+    k_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
+    v_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
+    full, empty = _barriers(STATIC.BLOCK_M, NUM_BUFFERS)
     if GROUPS == 1:
         queries = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_ROWS, D], SHARED)
         ring = Ring(k_tiles, v_tiles, queries, full, empty)
     else:
         ring = Ring(k_tiles, v_tiles, None, full, empty)
-    splits = Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, None)
-    call = Call(
+    splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, None)
+    call = d.Call(
         q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, None, None, sinks_ptr, k_scale_ptr, v_scale_ptr,
         items_ptr, offsets_ptr, num_items_ptr, out_ptr, lse_ptr, None, None, splits, num_pages=num_pages,
         num_splits=num_splits, table_stride=table_stride, score_scale=score_scale, value_scale=value_scale,
         soft_cap=None,
     )  # fmt: skip
-    STATIC: gl.constexpr = Static(
-        D, D, H_KV, GROUP, PAGE, MODE, WORDS, ALL_SLOTS, SPLIT, FP8, BLOCK_M=ROWS, BLOCK_N=BLOCK_N
-    )
-    if not FP8:
+    if not STATIC.FP8:
         gl.warp_specialize(
             [
                 (_attend_halves, (0, call, ring, NUM_BUFFERS, STATIC)),
@@ -301,27 +280,17 @@ def _hopper_kernel(
 def launch_warp_specialized(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
     """Write `out` and `lse`: the partial results or, without splits, the results."""
     q, kv, metadata, scales, work, config, tile_schedule = call
-    _, num_pages, page_size, kv_heads, head_dim = kv.shape
+    _, num_pages, _, kv_heads, _ = kv.shape
     fp8 = kv.dtype == torch.float8_e4m3fn
     launch(
         _hopper_kernel,
         (work.programs(kv_heads, tile_schedule is not None, config.resident_programs),),
         *(q, kv.view(torch.int32) if fp8 else kv, metadata.page_table, metadata.lengths, metadata.q_lens),
-        *(metadata.mask, *scales.of_heads, *((None, None, None) if tile_schedule is None else tile_schedule[:3])),
+        *(metadata.mask, *scales.of_heads, *schedule_tensors(call)),
         *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.sizes[:-1], metadata.page_table.stride(0)),
         *score_factors(call)[:2],
         num_warps=WARPS.value,
-        D=head_dim,
-        H_KV=kv_heads,
-        GROUP=work.group,
-        PAGE=page_size,
-        MODE=MODE_CODES[metadata.mode],
-        WORDS=0 if metadata.mask is None else metadata.mask.shape[2],
-        ALL_SLOTS=work.all_slots,
-        SPLIT=work.num_splits > 1,
-        FP8=fp8,
-        ROWS=work.block_m,
-        BLOCK_N=_KEYS,
+        STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=_KEYS),
+        launch_pdl=True,
         **_SETTINGS[kv.dtype.itemsize, work.block_m],
-        **pdl_options(config.pdl),
     )

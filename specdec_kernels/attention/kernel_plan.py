@@ -6,6 +6,9 @@
 
 So a captured graph whose `max_length` is the whole context launches no more programs than the chip holds. Each program
 sums the counts of the requests before its own, which replaces a scan over programs.
+
+The slots that each row of a tree sees, in the order of the text, are planned here too, from the bits of its mask: the
+place of a slot among those seen is the number of bits below its own.
 """
 
 # mypy: ignore-errors
@@ -17,10 +20,11 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.attention.device import Splits, key_end, split_layout, used_rows
 from specdec_kernels.attention.types import AttentionMetadata, TileSchedule, WorkShape
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import lanes, launch
 
 _ITEMS = 256  # entries written at once
 # Lists of all levels begin at a multiple of 16 bytes, so that attention is compiled for one alignment.
@@ -116,7 +120,6 @@ def plan_levels(
         (max(1, work.batch), levels),
         *(lengths, metadata.q_lens, items, offsets, num_items, work.batch, capacity, work.num_nodes, *work.sizes),
         *(length_step, width_step),
-        num_warps=4,
         GROUP=work.group,
         BLOCK_M=work.block_m,
         ALL_SLOTS=work.all_slots,
@@ -129,3 +132,39 @@ def plan_levels(
         TileSchedule(items[level, :used], offsets[level, : each.batch + 1], num_items[level, :1], each)
         for level, (used, each) in enumerate(zip(capacities, works, strict=True))
     )
+
+
+@triton.jit(do_not_specialize=["most"])
+def _paths_kernel(
+    mask_ptr,  # [rows, WORDS] int64
+    paths_ptr,  # [rows, most] int32
+    most,
+    WORDS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    words = tl.load(mask_ptr + row * WORDS + slot // 64, mask=slot < WORDS * 64, other=0)
+    seen = ((words >> (slot % 64).to(tl.int64)) & 1).to(tl.int32)
+    place = tl.cumsum(seen, 0) - 1
+    count = tl.sum(seen, 0)
+    tl.store(paths_ptr + row * most + place, slot, mask=(seen != 0) & (place < most))
+    for first in tl.range(0, most, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        tl.store(paths_ptr + row * most + column, column * 0 - 1, mask=(column >= count) & (column < most))
+
+
+def mask_paths(mask: Tensor, most: int) -> Tensor:
+    batch, nodes, words = mask.shape
+    paths = mask.new_empty((batch, nodes, most), dtype=torch.int32)
+    launch(
+        _paths_kernel,
+        (batch * nodes,),
+        *(mask, paths, most),
+        num_warps=1,
+        WORDS=words,
+        SLOTS=triton.next_power_of_2(words * 64),
+        BLOCK=lanes(most, 64),
+    )
+    return paths

@@ -16,31 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.attention import device as d
 from specdec_kernels.attention.configs import node_config
-from specdec_kernels.attention.device import (
-    LN_2,
-    LOG2_E,
-    RUN_TIME_SIZES,
-    capped,
-    finite_or_zero,
-    fixed_split_begin,
-    fixed_split_of,
-    fold_part,
-    fold_sink,
-    half_queries_in_halves,
-    inverse_or_zero,
-    log2_sum,
-    pool_of,
-    softmax_step,
-    used_rows,
-    widen,
+from specdec_kernels.attention.launch_arguments import (
+    pdl_options,
+    pool_argument,
+    schedule_tensors,
+    score_factors,
+    static_of,
 )
-from specdec_kernels.attention.launch_arguments import pdl_options, pool_argument, score_factors, tile_arguments
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 
-_LOG2_E = tl.constexpr(LOG2_E)
+_LOG2_E = tl.constexpr(d.LOG2_E)
 
 
 class TreeState(NamedTuple):
@@ -107,33 +96,32 @@ def _load_state(state_ptr, sums_ptr, rows, row_used, dims, HALF: tl.constexpr, D
 @triton.jit
 def _fold_both(sums, part_first, part_last, lse):
     """`fold_part` of both halves of the columns."""
-    last, _, _ = fold_part(sums.last, sums.top, sums.total, part_last, lse)
-    first, top, total = fold_part(sums.first, sums.top, sums.total, part_first, lse)
+    last, _, _ = d.fold_part(sums.last, sums.top, sums.total, part_last, lse)
+    first, top, total = d.fold_part(sums.first, sums.top, sums.total, part_first, lse)
     return Halves(first, last, top, total)
 
 
 @triton.jit
-def _fold_tile(
-    sums, q_first, q_last, pool, places, seen, score_scale, soft_cap, dims,
-    D: tl.constexpr, H_KV: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
+def _fold_tile(sums, q_first, q_last, pool, places, seen, score_scale, soft_cap, dims, STATIC: tl.constexpr):
     """`softmax_step` over the keys at `places` [N] that are `seen` [N]; -1 for a key that is not there."""
+    D: tl.constexpr = STATIC.D
+    FP8: tl.constexpr = STATIC.FP8
     more_dims = dims.shape[0] + dims
     stored = places >= 0
-    tokens = places * H_KV
+    tokens = places * STATIC.H_KV
     # One half after the other: a warp has no room for both.
-    keys = widen(_load_half(pool.key_ptr, tokens, stored, dims, D), q_first, FP8)
+    keys = d.widen(_load_half(pool.key_ptr, tokens, stored, dims, D), q_first, FP8)
     scores = tl.dot(q_first, tl.trans(keys), input_precision="ieee")
-    keys = widen(_load_half(pool.key_ptr, tokens, stored, more_dims, D), q_first, FP8)
+    keys = d.widen(_load_half(pool.key_ptr, tokens, stored, more_dims, D), q_first, FP8)
     scores = tl.dot(q_last, tl.trans(keys), scores, input_precision="ieee")
-    scores, factor = capped(scores, score_scale, soft_cap)
+    scores, factor = d.capped(scores, score_scale, soft_cap)
     scores = tl.where(seen[None, :], scores, float("-inf"))
-    weights, top, total, first = softmax_step(scores, factor, sums.top, sums.total, sums.first)
-    last = sums.last * tl.exp2(sums.top - finite_or_zero(top))[:, None]
+    weights, top, total, first = d.softmax_step(scores, factor, sums.top, sums.total, sums.first)
+    last = sums.last * tl.exp2(sums.top - d.finite_or_zero(top))[:, None]
     weights = weights.to(q_first.dtype)
-    values = widen(_load_half(pool.value_ptr, tokens, stored, dims, D), q_first, FP8)
+    values = d.widen(_load_half(pool.value_ptr, tokens, stored, dims, D), q_first, FP8)
     first = tl.dot(weights, values, first, input_precision="ieee")
-    values = widen(_load_half(pool.value_ptr, tokens, stored, more_dims, D), q_first, FP8)
+    values = d.widen(_load_half(pool.value_ptr, tokens, stored, more_dims, D), q_first, FP8)
     last = tl.dot(weights, values, last, input_precision="ieee")
     return Halves(first, last, top, total)
 
@@ -155,10 +143,10 @@ def _fold_splits(part_ptr, part_lse_ptr, part_rows, row_step, first, stop, row_u
 @triton.jit
 def _fold_closed(out, sums, value_scale, DTYPE: tl.constexpr):
     """`out` with the split whose sums are `sums`, rounded as the partial result of another program is."""
-    unit = (value_scale * inverse_or_zero(sums.total))[:, None]
+    unit = (value_scale * d.inverse_or_zero(sums.total))[:, None]
     part = (sums.first * unit).to(DTYPE).to(tl.float32)
     part_last = (sums.last * unit).to(DTYPE).to(tl.float32)
-    return _fold_both(out, part, part_last, log2_sum(sums.top, sums.total))
+    return _fold_both(out, part, part_last, d.log2_sum(sums.top, sums.total))
 
 
 @triton.jit
@@ -169,20 +157,20 @@ def _write_rows_of_node(
     first, last, top, total = sums
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + heads, mask=row_used, other=float("-inf")) * _LOG2_E
-        last, _, _ = fold_sink(last, top, total, sink)
-        first, top, total = fold_sink(first, top, total, sink)
+        last, _, _ = d.fold_sink(last, top, total, sink)
+        first, top, total = d.fold_sink(first, top, total, sink)
     total = tl.where(row_used, total, 0.0)
-    unit = inverse_or_zero(total)[:, None]
+    unit = d.inverse_or_zero(total)[:, None]
     at = out_ptr + rows[:, None] * D + dims[None, :]
     tl.store(at, (first * unit).to(out_ptr.dtype.element_ty), mask=valid[:, None])  # D is at least HALF
     in_row = valid[:, None] & (HALF + dims < D)[None, :]
     tl.store(at + HALF, (last * unit).to(out_ptr.dtype.element_ty), mask=in_row)
     if lse_ptr is not None:
-        tl.store(lse_ptr + rows, log2_sum(top, total) * LN_2, mask=valid)
+        tl.store(lse_ptr + rows, d.log2_sum(top, total) * d.LN_2, mask=valid)
 
 
 # More than 16 run-time arguments: it continues the attention kernel and does the merge.
-@triton.jit(do_not_specialize=RUN_TIME_SIZES)
+@triton.jit(do_not_specialize=d.RUN_TIME_SIZES)
 def _tree_attention_kernel(
     q_ptr,  # [B, N, H, D]
     kv_ptr,  # [2, pages, PAGE, H_KV, D], bytes with FP8
@@ -213,16 +201,14 @@ def _tree_attention_kernel(
     score_scale,
     value_scale,
     soft_cap,
-    H_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    FP8: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
+    STATIC: tl.constexpr,  # `device.Static`
 ):
+    D: tl.constexpr = STATIC.D
+    H_KV: tl.constexpr = STATIC.H_KV
+    GROUP: tl.constexpr = STATIC.GROUP
+    BLOCK_M: tl.constexpr = STATIC.BLOCK_M
+    BLOCK_N: tl.constexpr = STATIC.BLOCK_N
     kv_head = tl.program_id(0) % H_KV
     index = tl.program_id(0) // H_KV
     node = index % num_nodes
@@ -230,14 +216,14 @@ def _tree_attention_kernel(
     # Loaded before the wait: lengths, queries, paths, depths and scales. The predecessor is the attention kernel, which
     # writes none of them and waits before it lets this kernel start, so their producers have ended.
     length = tl.load(lengths_ptr + request).to(tl.int32)
-    in_use = node < used_rows(q_lens_ptr, request, num_nodes)
+    in_use = node < d.used_rows(q_lens_ptr, request, num_nodes)
     end = tl.where(in_use, tl.minimum(length + num_slots, max_length), 0)
     border = tl.minimum(length // BLOCK_N * BLOCK_N, end)
     head = tl.arange(0, BLOCK_M)
     valid = head < GROUP
     row_used = valid & in_use
     rows = (request * num_nodes + node) * (H_KV * GROUP) + kv_head * GROUP + head
-    HALF: tl.constexpr = max(BLOCK_D // 2, 16)  # a matrix product takes 16 at least
+    HALF: tl.constexpr = max(STATIC.BLOCK_D // 2, 16)  # a matrix product takes 16 at least
     dims = tl.arange(0, HALF)
     q_first = _load_half(q_ptr, rows, row_used, dims, D)
     q_last = _load_half(q_ptr, rows, row_used, HALF + dims, D)
@@ -246,13 +232,13 @@ def _tree_attention_kernel(
     if v_scale_ptr is not None:
         value_scale *= tl.load(v_scale_ptr + kv_head)
     paths = paths_ptr + (request * num_nodes + node) * num_slots
-    q_first, q_last, row_factor = half_queries_in_halves(q_first, q_last, FP8)
+    q_first, q_last, row_factor = d.half_queries_in_halves(q_first, q_last, STATIC.FP8)
     score_scale = row_factor * score_scale
-    pool = pool_of(kv_ptr, table_ptr + request * table_stride, kv_head, num_pages, PAGE, H_KV, D)
+    pool = d.pool_of(kv_ptr, table_ptr + request * table_stride, kv_head, num_pages, STATIC.PAGE, H_KV, D)
     begin = 0
     lowest = 0
     if window is not None:
-        begin = fixed_split_of(tl.maximum(length - window + 1, 0), split_tokens, first_splits)
+        begin = d.fixed_split_of(tl.maximum(length - window + 1, 0), split_tokens, first_splits)
         lowest = length + tl.load(row_depths_ptr + request * num_nodes + node) - window + 1
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
@@ -263,15 +249,15 @@ def _tree_attention_kernel(
         first_part = tl.load(offsets_ptr + request).to(tl.int64)
     row_step = num_nodes * (H_KV * GROUP)
     part_rows = (first_part - request) * num_nodes * (H_KV * GROUP) + rows
-    split = tl.maximum(fixed_split_of(border, split_tokens, first_splits), begin)
+    split = tl.maximum(d.fixed_split_of(border, split_tokens, first_splits), begin)
     out = _fold_splits(part_ptr, part_lse_ptr, part_rows, row_step, begin, split, row_used, dims, BLOCK_M, HALF, D)
     sums = _load_state(state_ptr, sums_ptr, rows, row_used, dims, HALF, D)
-    split_end = fixed_split_begin(split + 1, split_tokens, first_splits)
+    split_end = d.fixed_split_begin(split + 1, split_tokens, first_splits)
     for start in tl.range(border, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
-        places = _place_of_keys(paths, pool.table_row, positions, length, num_slots, max_length, PAGE)
+        places = _place_of_keys(paths, pool.table_row, positions, length, num_slots, max_length, STATIC.PAGE)
         seen = (places >= 0) & (positions >= lowest)
-        sums = _fold_tile(sums, q_first, q_last, pool, places, seen, score_scale, soft_cap, dims, D, H_KV, FP8)
+        sums = _fold_tile(sums, q_first, q_last, pool, places, seen, score_scale, soft_cap, dims, STATIC)
         if (start + BLOCK_N == split_end) | (start + BLOCK_N >= end):
             out = _fold_closed(out, sums, value_scale, out_ptr.dtype.element_ty)
             sums = _no_sums(BLOCK_M, HALF)
@@ -283,7 +269,7 @@ def launch_tree(
     call: AttentionCall, part: Tensor, part_lse: Tensor | None, state: TreeState, out: Tensor, lse: Tensor | None
 ) -> None:
     """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results and the sums of the prefix's last split."""
-    q, kv, metadata, scales, work, _, tile_schedule = call
+    q, kv, metadata, scales, work, _, _ = call
     kv_heads = kv.shape[3]
     config = node_config(current_chip(q), call.config, work.group, q.dtype.itemsize)
     launch(
@@ -291,15 +277,12 @@ def launch_tree(
         (work.batch * work.num_nodes * kv_heads,),
         *(q, pool_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens, metadata.paths),
         None if metadata.window is None else metadata.row_depths,
-        *(*scales.of_heads, None if tile_schedule is None else tile_schedule.offsets, part, part_lse, *state, out, lse),
+        *(*scales.of_heads, schedule_tensors(call)[1], part, part_lse, *state, out, lse),
         *(work.num_nodes, kv.shape[1], work.num_splits, work.num_slots, work.split_tokens, work.first_splits),
         *(work.max_length, work.window, metadata.page_table.stride(0), *score_factors(call)),
         num_warps=config.num_warps,
         num_stages=1,
-        H_KV=kv_heads,
-        GROUP=work.group,
-        BLOCK_M=config.block_m,
         PDL=config.pdl,
-        **tile_arguments(call),
+        STATIC=static_of(call)._replace(BLOCK_M=config.block_m),
         **pdl_options(config.pdl),
     )

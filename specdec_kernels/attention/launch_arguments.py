@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specdec_kernels.attention.device import FP8_BITS_SCALE, LOG2_E
+from specdec_kernels.attention.device import FP8_BITS_SCALE, LOG2_E, MODE_CODES, Static
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip
 
@@ -18,16 +18,26 @@ def pdl_options(pdl: bool) -> dict[str, Any]:
     return dict(launch_pdl=True) if pdl else {}
 
 
-def tile_arguments(call: AttentionCall) -> dict[str, Any]:
-    """Compile-time arguments of all kernels that read keys through `device.widen`."""
+def static_of(call: AttentionCall) -> Static:
+    """The compile-time description of the kernels that read keys."""
+    metadata, work, along_paths = call.metadata, call.work, call.along_paths
     head_dim = call.q.shape[3]
-    return dict(
-        D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        PAGE=call.kv.shape[2],
+    return Static(
+        *(head_dim, triton.next_power_of_2(head_dim), call.kv.shape[3], work.group, call.kv.shape[2]),
+        MODE=MODE_CODES["paths" if along_paths else metadata.mode],
+        WORDS=0 if metadata.mask is None or along_paths else metadata.mask.shape[2],
+        ALL_SLOTS=work.all_slots,
+        SPLIT=work.num_splits > 1 or along_paths,
+        FIXED=work.fixed_splits,
         FP8=call.config.fp8_code(call.kv.dtype),
+        BLOCK_M=call.config.block_m,
         BLOCK_N=call.config.block_n,
     )
+
+
+def schedule_tensors(call: AttentionCall) -> tuple[Tensor | None, ...]:
+    """Items, offsets and number of items of the tile schedule, if there is one."""
+    return (None, None, None) if call.tile_schedule is None else call.tile_schedule[:3]
 
 
 def score_factors(call: AttentionCall) -> tuple[float, float, float | None]:

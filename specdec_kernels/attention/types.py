@@ -100,9 +100,9 @@ class AttentionShape(NamedTuple):
 class LayerScales(NamedTuple):
     """Of one layer: [H] float32 sinks, and scales of its stored keys and values, a number or [H_kv]."""
 
-    sinks: Tensor | None
-    k_scale: float | Tensor
-    v_scale: float | Tensor
+    sinks: Tensor | None = None
+    k_scale: float | Tensor = 1.0
+    v_scale: float | Tensor = 1.0
 
     @property
     def of_heads(self) -> tuple[Tensor | None, ...]:
@@ -187,3 +187,8 @@ class AttentionCall(NamedTuple):
     work: WorkShape
     config: AttentionConfig
     tile_schedule: TileSchedule | None
+
+    @property
+    def along_paths(self) -> bool:
+        """Whether each node of a tree goes on with a text of its own, see `kernel_tree`."""
+        return self.work.fixed_splits and self.metadata.mode == "tree"

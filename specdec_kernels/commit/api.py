@@ -1,8 +1,4 @@
-"""Public functions of the family. All take contiguous tensors and `impl`: `auto`, `triton` or `reference`.
-
-They raise ValueError for a wrong shape, dtype, stride or device, and RuntimeError where `impl="triton"` can run no
-kernel.
-"""
+"""Public functions of the family. All take contiguous tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_shape, expect_tensors
+from specdec_kernels.checks import expect_fields, expect_shape, expect_tensors
 from specdec_kernels.commit.types import CommitInputs, Committed
 from specdec_kernels.launch import dispatch
 
@@ -45,30 +41,12 @@ def commit_step(
         lengths, last_tokens: [B] int64, committed tokens and the token at that position; written in place.
         history: [B, C] int64, tokens by position; written in place. Positions from C on are dropped.
     """
-    expect_shape("draft_tokens", draft_tokens, (None, None))
-    batch = draft_tokens.shape[0]
-    expect_shape("tokens", tokens, (batch, None))
-    path = tokens.shape[1]
-    expect_tensors(
-        draft_tokens=(draft_tokens, (batch, None), torch.int64),
-        first_child=(first_child, tuple(draft_tokens.shape), torch.int32),
-        next_sibling=(next_sibling, tuple(draft_tokens.shape), torch.int32),
-        tokens=(tokens, (batch, path), torch.int64),
-        num_accepted=(num_accepted, (batch,), torch.int32),
-        nodes=(nodes, (batch, path), torch.int32),
-        valid=(valid, (batch,), torch.bool),
-        logprobs=(logprobs, (batch, path), torch.float32),
-        active=(active, (batch,), torch.int32),
-        lengths=(lengths, (batch,), torch.int64),
-        last_tokens=(last_tokens, (batch,), torch.int64),
-        history=(history, (batch, None), torch.int64),
-    )
     inputs = CommitInputs(
         *(draft_tokens, first_child, next_sibling, tokens, num_accepted, nodes, valid, logprobs),
         *(active, lengths, last_tokens, history),
     )
-    committed: Committed = dispatch("commit_step", __package__, impl, tokens)(inputs)
-    return committed
+    expect_fields(inputs)
+    return dispatch("commit_step", __package__, impl, tokens)(inputs)
 
 
 def gather_path(values: Sequence[Tensor], nodes: Tensor, *, impl: str = "auto") -> list[Tensor]:

@@ -11,9 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.commit.configs import BLOCK_ROWS, BLOCK_WIDTH, DEFAULT_ROWS, DEFAULT_WIDTH, NUM_WARPS
 from specdec_kernels.commit.types import CommitInputs, Committed
-from specdec_kernels.launch import current_chip, lanes, launch
+from specdec_kernels.launch import CHIPS, current_chip, lanes, launch
+
+# What a program copies. In the interpreter, only the number of programs costs.
+BLOCK_ROWS = dict.fromkeys(CHIPS, 4) | {"interpreter": 512}
+BLOCK_WIDTH = dict.fromkeys(CHIPS, 1024) | {"interpreter": 4096}
 
 
 @triton.jit
@@ -144,7 +147,6 @@ def _keep_last_kernel(
 
 
 def commit_step(inputs: CommitInputs) -> Committed:
-    """See `specdec_kernels.commit.commit_step`, which has checked the arguments."""
     tokens, lengths = inputs.tokens, inputs.lengths
     batch, path = tokens.shape
     num_nodes = inputs.draft_tokens.shape[1]
@@ -161,7 +163,7 @@ def commit_step(inputs: CommitInputs) -> Committed:
         _commit_kernel,
         (batch,),
         *(*inputs, *committed, inputs.history.shape[1]),
-        num_warps=1 if path <= 64 else NUM_WARPS,
+        num_warps=1 if path <= 64 else 4,
         NODES=num_nodes,
         PATH=path,
         BLOCK=lanes(path),
@@ -171,19 +173,17 @@ def commit_step(inputs: CommitInputs) -> Committed:
 
 
 def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor) -> list[torch.Tensor]:
-    """See `specdec_kernels.commit.gather_path`, which has checked the arguments."""
     batch, path = nodes.shape
     num_nodes, width = values[0].shape[1:]
     chip = current_chip(nodes)
-    rows = min(lanes(batch * path), BLOCK_ROWS.get(chip, DEFAULT_ROWS))
-    block = min(lanes(width), BLOCK_WIDTH.get(chip, DEFAULT_WIDTH))
+    rows = min(lanes(batch * path), BLOCK_ROWS[chip])
+    block = min(lanes(width), BLOCK_WIDTH[chip])
     gathered = [value.new_empty((batch, path, width)) for value in values]
     for value, out in zip(values, gathered, strict=True):
         launch(
             _gather_kernel,
             (-(-batch * path // rows), -(-width // block)),
             *(value, nodes, out, batch * path),
-            num_warps=NUM_WARPS,
             NODES=num_nodes,
             PATH=path,
             WIDTH=width,
@@ -194,14 +194,12 @@ def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor) -> list[tor
 
 
 def keep_last(store: torch.Tensor, values: torch.Tensor, counts: torch.Tensor) -> None:
-    """See `specdec_kernels.commit.keep_last`, which has checked the arguments."""
     batch, width = store.shape
-    block = min(lanes(width), BLOCK_WIDTH.get(current_chip(store), DEFAULT_WIDTH))
+    block = min(lanes(width), BLOCK_WIDTH[current_chip(store)])
     launch(
         _keep_last_kernel,
         (batch, -(-width // block)),
         *(store, values, counts, values.shape[1]),
-        num_warps=NUM_WARPS,
         WIDTH=width,
         BLOCK_W=block,
     )

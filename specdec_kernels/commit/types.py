@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
@@ -14,18 +14,18 @@ accepted path ends at a node without a child: nothing was drafted there that cou
 class CommitInputs(NamedTuple):
     """The arguments of `commit_step` for B requests with trees of N nodes."""
 
-    draft_tokens: Tensor  # [B, N] int64
-    first_child: Tensor  # [B, N] int32
-    next_sibling: Tensor  # [B, N] int32
-    tokens: Tensor  # [B, P] int64
-    num_accepted: Tensor  # [B] int32
-    nodes: Tensor  # [B, P] int32
-    valid: Tensor  # [B] bool
-    logprobs: Tensor | None  # [B, P] float32
-    active: Tensor  # [B] int32
-    lengths: Tensor  # [B] int64, written
-    last_tokens: Tensor  # [B] int64, written
-    history: Tensor  # [B, C] int64, written
+    draft_tokens: Annotated[Tensor, "B N int64"]
+    first_child: Annotated[Tensor, "B N int32"]
+    next_sibling: Annotated[Tensor, "B N int32"]
+    tokens: Annotated[Tensor, "B P int64"]
+    num_accepted: Annotated[Tensor, "B int32"]
+    nodes: Annotated[Tensor, "B P int32"]
+    valid: Annotated[Tensor, "B bool"]
+    logprobs: Annotated[Tensor | None, "B P float32"]
+    active: Annotated[Tensor, "B int32"]
+    lengths: Annotated[Tensor, "B int64"]  # written
+    last_tokens: Annotated[Tensor, "B int64"]  # written
+    history: Annotated[Tensor, "B C int64"]  # written
 
 
 class Committed(NamedTuple):

@@ -4,8 +4,7 @@
 
 Three functions in a row: `route_experts` chooses, `schedule_experts` sorts the rows by expert, `expert_mlp` computes.
 Nothing is read by the host, and all sizes follow from the number of rows, so the three can be captured in a graph. A
-row of the result has the same bits whatever other rows are beside it. ValueError where a shape, dtype, device or layout
-(contiguous) does not fit.
+row of the result has the same bits whatever other rows are beside it. Tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from specdec_kernels.checks import (
     expect_at_least_one,
     expect_between,
     expect_choice,
-    expect_contiguous,
-    expect_dtype,
     expect_shape,
     expect_tensors,
 )
@@ -64,8 +61,7 @@ def route_experts(
 
     Sources: Qwen3 (2505.09388), gpt-oss (2508.10925), DeepSeek-V2 (2405.04434) and V3 (2412.19437).
     """
-    expect_dtype("logits", logits, *_DTYPES)
-    expect_shape("logits", logits, (None, None))
+    expect_tensors(logits=(logits, (None, None), _DTYPES))
     rows, experts = logits.shape
     _check_routing(routing, experts, correction_bias is not None)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -74,7 +70,6 @@ def route_experts(
         correction_bias=(correction_bias, (experts,), wide),
         is_real=(is_real, (rows,), torch.bool),
     )
-    expect_contiguous(logits=logits)
     return Routed(
         *dispatch("route_experts", __package__, impl, logits, "kernel_route")(logits, routing, correction_bias, is_real)
     )
@@ -87,14 +82,11 @@ def schedule_experts(experts: Tensor, num_experts: int, row_tile: int, *, impl: 
         experts: [T, K] int32, as `Routed.experts`; anything else than 0 to `num_experts` - 1 is no expert.
         row_tile: a power of two of at least 16, `row_tile_of` of the rows.
     """
-    expect_shape("experts", experts, (None, None))
     expect_tensors(experts=(experts, (None, None), torch.int32))
     expect_at_least_one(num_experts=num_experts)
     if row_tile < 16 or row_tile & (row_tile - 1):
         raise ValueError(f"row_tile: expected a power of two of at least 16, got {row_tile}")
-    function = dispatch("schedule_experts", __package__, impl, experts, "kernel_schedule")
-    result: ExpertSchedule = function(experts, num_experts, row_tile)
-    return result
+    return dispatch("schedule_experts", __package__, impl, experts, "kernel_schedule")(experts, num_experts, row_tile)
 
 
 def expert_mlp(
@@ -118,10 +110,9 @@ def expert_mlp(
         weights: of the dtype of x. Matrices may be MXFP4: the result is that of the same numbers in the dtype of x,
             which all but float16 hold exactly.
     """
-    expect_dtype("x", x, *_DTYPES)
-    expect_shape("x", x, (None, None))
+    expect_tensors(x=(x, (None, None), _DTYPES))
     rows, hidden = x.shape
-    experts, outer, _ = _checked_weights(weights, hidden)
+    experts, outer = _checked_weights(weights, hidden)
     if schedule.num_experts != experts:
         raise ValueError(f"schedule: expected {experts} experts as the weights have, got {schedule.num_experts}")
     topk, width = routed.experts.shape[-1], outer // 2
@@ -139,10 +130,7 @@ def expert_mlp(
         down_bias=(weights.down_bias, (experts, hidden), x.dtype),
         shared=(shared, (rows, hidden), x.dtype),
     )
-    expect_contiguous(x=x)
-    function = dispatch("expert_mlp", __package__, impl, x)
-    out: Tensor = function(x, routed, schedule, weights, activation, shared)
-    return out
+    return dispatch("expert_mlp", __package__, impl, x)(x, routed, schedule, weights, activation, shared)
 
 
 def _check_routing(routing: Routing, experts: int, is_corrected: bool) -> None:
@@ -178,8 +166,8 @@ def _expected(
     }
 
 
-def _checked_weights(weights: ExpertWeights, hidden: int) -> tuple[int, int, int]:
-    """[E, 2 F, H] of gate and up."""
+def _checked_weights(weights: ExpertWeights, hidden: int) -> tuple[int, int]:
+    """E and 2 F of gate and up [E, 2 F, H]."""
     gate_up = weights.gate_up
     if isinstance(gate_up, Mxfp4):
         expect_shape("gate_up.codes", gate_up.codes, (None, None, hidden // 2))
@@ -188,4 +176,4 @@ def _checked_weights(weights: ExpertWeights, hidden: int) -> tuple[int, int, int
     experts, outer, _ = gate_up.shape
     if experts == 0 or outer == 0 or outer % 2 or hidden == 0:
         raise ValueError(f"gate_up: expected at least one expert and an even number of rows, got {list(gate_up.shape)}")
-    return experts, outer, hidden
+    return experts, outer

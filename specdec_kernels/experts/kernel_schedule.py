@@ -115,7 +115,6 @@ def schedule_experts(experts: Tensor, num_experts: int, row_tile: int) -> Expert
         _schedule_kernel,
         (triton.cdiv(num_experts + 1, config.experts),),
         *(experts, *schedule[:-1], count, capacity),
-        num_warps=4,
         EXPERTS=num_experts,
         ROWS=row_tile,
         OWN=config.experts,

@@ -15,7 +15,6 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def route_experts(
     logits: Tensor, routing: Routing, correction_bias: Tensor | None = None, is_real: Tensor | None = None
 ) -> Routed:
-    """See `specdec_kernels.route_experts`."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     wide = torch.where(wide.isnan(), -torch.inf, wide).clamp(max=torch.finfo(torch.float32).max)
     if routing.scoring == "sigmoid":
@@ -57,7 +56,6 @@ def _excluded(choice: Tensor, routing: Routing) -> Tensor:
 
 
 def schedule_experts(experts: Tensor, num_experts: int, row_tile: int) -> ExpertSchedule:
-    """See `specdec_kernels.schedule_experts`."""
     flat = experts.flatten()
     flat = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts).long()
     counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
@@ -83,7 +81,6 @@ def expert_mlp(
     activation: Activation,
     shared: Tensor | None = None,
 ) -> Tensor:
-    """See `specdec_kernels.expert_mlp`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = torch.zeros(*routed.experts.shape, x.shape[1], dtype=wide, device=x.device)
     for expert in routed.experts.unique().tolist():

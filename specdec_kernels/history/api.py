@@ -1,8 +1,4 @@
-"""Public functions of the family; `impl` is `auto`, `triton` or `reference` (plain Python; it reads back to the host).
-
-Both raise ValueError for a wrong shape, dtype, stride, device or size, and RuntimeError where `impl="triton"` can run
-no kernel.
-"""
+"""Public functions of the family. The reference is plain Python, which reads back to the host."""
 
 from __future__ import annotations
 
@@ -11,14 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import (
-    expect_at_least,
-    expect_between,
-    expect_choice,
-    expect_dtype,
-    expect_shape,
-    expect_tensors,
-)
+from specdec_kernels.checks import expect_at_least, expect_between, expect_choice, expect_strided, expect_tensors
 from specdec_kernels.history.types import MAX_NGRAM, MIN_PROB_UNIT, ORDERS, HistoryDraft, HistoryStore, MatchOptions
 from specdec_kernels.launch import dispatch
 
@@ -94,14 +83,9 @@ def match_histories(
     expect_between("min_path_prob", min_path_prob, 0, 1)
     least = math.ceil(min_path_prob * MIN_PROB_UNIT)
     options = MatchOptions(num_nodes, order, max_ngram, max_candidates, least, shared)
-    match = dispatch("match_histories", __package__, impl, history)
-    draft: HistoryDraft = match(store, history, lengths, slots, options)
-    return draft
+    return dispatch("match_histories", __package__, impl, history)(store, history, lengths, slots, options)
 
 
 def _expect_history(store: HistoryStore, history: Tensor) -> None:
-    """Raise ValueError unless `history` is [B, context] int64 with contiguous rows, of the store's context."""
-    expect_shape("history", history, (None, store.tokens.shape[1]))
-    expect_dtype("history", history, torch.int64)
-    if history.shape[1] > 1 and history.stride(1) != 1:
-        raise ValueError(f"history: expected contiguous rows, got strides {history.stride()}")
+    """Raise ValueError unless `history` is [B, context] int64, of the store's context; rows may be strided."""
+    expect_strided(history=(history, (None, store.tokens.shape[1]), torch.int64))

@@ -95,7 +95,6 @@ CASES = (
     _match("match_one_letter", "every position matches", num_nodes=20, alphabet=1, max_candidates=7),
     _match("match_rare", "no match at all", num_nodes=6, alphabet=1000),
     _match("match_own", "histories of other requests", num_nodes=9, shared=False),
-    _match("match_own_latest", "histories of other requests", num_nodes=9, shared=False, order="latest"),
     _match("match_unigrams", "hits of two tokens first", num_nodes=9, max_ngram=1, requests=3, finished=9),
     _match("match_few", "candidates past the last", num_nodes=16, max_candidates=3),
     _match("match_one", "a second candidate", num_nodes=8, max_candidates=1, order="latest"),

@@ -33,14 +33,12 @@ def insert_histories(
     counts: torch.Tensor,
     width: int,
 ) -> None:
-    """See `specdec_kernels.insert_histories`, which has checked the arguments."""
     config = CONFIGS[current_chip(history)]
     batch, context = history.shape
     launch(
         replace_histories_kernel,
         (1,),
         *(slots, start, counts, store.lengths, store.stamps, store.of_slot, store.ring, store.clock, batch),
-        num_warps=4,
         KEPT=store.num_kept,
         RING=len(store.ring),
         BLOCK=min(lanes(batch), 1024),
@@ -50,7 +48,6 @@ def insert_histories(
         (triton.cdiv(batch * (width + 1), config.copy),),
         *(history, slots, start, counts, store.tokens, store.lengths, store.of_slot),
         *(batch, history.stride(0), width, context),
-        num_warps=4,
         BLOCK=config.copy,
     )
 
@@ -58,7 +55,6 @@ def insert_histories(
 def match_histories(
     store: HistoryStore, history: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, options: MatchOptions
 ) -> HistoryDraft:
-    """See `specdec_kernels.match_histories`, which has checked the arguments."""
     num_nodes, order, max_ngram, max_candidates, least, shared = options
     config = CONFIGS[current_chip(history)]
     batch, context = history.shape
@@ -78,7 +74,6 @@ def match_histories(
         (batch, parts),
         *(history, lengths, slots, store.of_slot, store.tokens, store.lengths, store.stamps, store.clock),
         *(scan.buckets, scan.hits, scan.counts, scan.ends, ranks, history.stride(0), context),
-        num_warps=4,
         MAX_NGRAM=max_ngram,
         SHARED=shared,
         SORTED=scan.bigrams,
@@ -143,7 +138,6 @@ def _scan(store: HistoryStore, history: torch.Tensor, lengths: torch.Tensor, max
         (triton.cdiv(batch, config.hash),),
         *(history, lengths, last_tokens, last_bigrams, token_buckets, bigram_buckets),
         *(batch, history.stride(0), context),
-        num_warps=4,
         BIGRAMS=bigrams,
         BITS=bits,
         BLOCK=config.hash,
@@ -156,7 +150,6 @@ def _scan(store: HistoryStore, history: torch.Tensor, lengths: torch.Tensor, max
             (programs, 1 if newest else triton.cdiv(context, width)),
             *(store.tokens, store.lengths, store.stamps, store.clock, last_tokens, last_bigrams, latest),
             *(hits, total, counts, context),
-            num_warps=4,
             HISTORIES=len(store.lengths),
             BIGRAMS=bigrams,
             NEWEST=newest,

@@ -1,8 +1,7 @@
 """Public functions of the family: checks, then the kernel or the definition.
 
 Every function takes `page_table` [B, P] int32, page ids, negative where no page is held, `page_size` >= 1 tokens per
-page, and `impl`: `auto`, `triton` or `reference`. All raise ValueError for a wrong shape, dtype, stride or device and
-for a size out of its range, and RuntimeError where `impl="triton"` can run no kernel.
+page.
 """
 
 from __future__ import annotations

@@ -94,7 +94,6 @@ _move_case = partial(case_of, "move_accepted", _move)
 
 CASES = (
     _slots_case("slots_empty", "empty grid", batch=0, row_pages=3, page_size=4, width=5),
-    _slots_case("slots_width_0", "empty grid", batch=2, row_pages=3, page_size=4, width=0),
     _slots_case("slots_no_pages", "empty table", batch=2, row_pages=0, page_size=4, width=3),
     _slots_case("slots_page_1", "page size 1", batch=5, row_pages=9, page_size=1, width=7),
     _slots_case(
@@ -108,7 +107,6 @@ CASES = (
     _levels_case("levels_tree", "positions by slot", gate=True, bench=True, batch=8, levels=5, width=10, first=1,
                  page_size=16, row_pages=8),
     _flashinfer("flashinfer_empty", "B = 0", batch=0, row_pages=3, page_size=4),
-    _flashinfer("flashinfer_one", "only empty rows", batch=1, row_pages=3, page_size=4),
     _flashinfer("flashinfer_no_pages", "P = 0", batch=3, row_pages=0, page_size=4),
     _flashinfer("flashinfer_edges", "page edges, full and empty rows", gate=True, batch=9, row_pages=5, page_size=16),
     _flashinfer("flashinfer_tail", "an unwritten tail", batch=7, row_pages=3, page_size=1, capacity=40),
@@ -117,7 +115,6 @@ CASES = (
         "flashinfer_many", "carry between scanned blocks", gate=True, bench=True, batch=1500, row_pages=6,
         page_size=16,
     ),
-    _table_case("table_empty", "B = 0", batch=0, row_pages=3, page_size=4),
     _table_case("table_no_pages", "P = 0", batch=2, row_pages=0, page_size=4),
     _table_case("table_edges", "page edges", gate=True, bench=True, batch=9, row_pages=5, page_size=16),
     _move_case("move_empty", "B = 0", batch=0, layers=1, page_size=4, path=3, num_nodes=4),

@@ -7,15 +7,31 @@ programs own different features or different pages, so no program reads what ano
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.kv_index.configs import config_of
 from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
-from specdec_kernels.launch import lanes, launch
+from specdec_kernels.launch import CHIPS, current_chip, lanes, launch
 
 INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class KvIndexConfig:
+    flat_block: int = 512  # lanes of a program over a flat output
+    scan_block: int = 2048  # entries summed at once by the one scanning program
+    move_requests: int = 1  # requests that a program moves
+    move_budget: int = 4096  # elements that a program holds while moving
+    num_warps: int = 4
+
+
+# In the interpreter, only the number of programs costs.
+CONFIGS = dict.fromkeys(CHIPS, KvIndexConfig()) | {
+    "interpreter": KvIndexConfig(1 << 12, 1 << 14, move_requests=1 << 10, move_budget=1 << 18, num_warps=1)
+}
 
 
 @triton.jit(do_not_specialize=["entries", "capacity", "limit", "stride"])
@@ -226,7 +242,7 @@ def running_sums(
     Each count stands for `repeat` sequences. Sequence r of a count c has in step s the size
     ceil((min(max(c, 0), limit) + add + s + growth * r) / unit). No sum is larger than `capacity`.
     """
-    entries, config = counts.shape[0] * repeat, config_of(counts)
+    entries, config = counts.shape[0] * repeat, CONFIGS[current_chip(counts)]
     steps, stride = (out.shape[0], out.stride(0)) if out.dim() == 2 else (1, 0)
     launch(
         _running_sums_kernel, (steps,), counts, out, entries, capacity, limit, stride, num_warps=config.num_warps,
@@ -238,10 +254,9 @@ def running_sums(
 def token_slots(
     page_table: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, width: int, page_size: int
 ) -> torch.Tensor:
-    """See `specdec_kernels.kv_index.token_slots`."""
     batch, row_pages = page_table.shape
     slots = torch.empty(batch, width, dtype=torch.int64, device=page_table.device)
-    total, config = batch * width, config_of(page_table)
+    total, config = batch * width, CONFIGS[current_chip(page_table)]
     # One block for every width: prompts differ in length, and each block would be compiled.
     launch(
         _token_slots_kernel, (triton.cdiv(total, config.flat_block),), page_table, start, counts, slots, total, width,
@@ -259,7 +274,6 @@ def level_slots(
     page_size: int,
     first: int,
 ) -> LevelSlots:
-    """See `specdec_kernels.kv_index.level_slots`."""
     batch, row_pages = page_table.shape
     if levels == 0:
         nothing = lengths.new_empty(0, batch, width)
@@ -270,7 +284,7 @@ def level_slots(
         lengths.new_empty(levels, size + size % 2)[:, :size].unflatten(1, (batch, width)) for _ in range(2)
     )
     found = LevelSlots(slots, positions, torch.empty_like(active))
-    total, config = levels * size, config_of(page_table)
+    total, config = levels * size, CONFIGS[current_chip(page_table)]
     launch(
         _level_slots_kernel, (triton.cdiv(total, config.flat_block),), page_table, lengths, active, *found, batch,
         total, first, num_warps=config.num_warps, WIDTH=width, ROW_PAGES=row_pages, PAGE_SIZE=page_size,
@@ -282,14 +296,13 @@ def level_slots(
 def flashinfer_indices(
     page_table: torch.Tensor, lengths: torch.Tensor, page_size: int, capacity: int | None = None
 ) -> FlashInferIndices:
-    """See `specdec_kernels.kv_index.flashinfer_indices`."""
     batch, row_pages = page_table.shape
     capacity = batch * row_pages if capacity is None else capacity
     out = FlashInferIndices(
         *(torch.empty(n, dtype=torch.int32, device=page_table.device) for n in (batch + 1, capacity, batch))
     )
     running_sums(lengths, out.indptr, capacity=capacity, limit=row_pages * page_size, unit=page_size)
-    total, config = max(capacity, batch), config_of(page_table)
+    total, config = max(capacity, batch), CONFIGS[current_chip(page_table)]
     block = lanes(total, config.flat_block)
     launch(
         _flat_pages_kernel, (triton.cdiv(total, block),), page_table, lengths, *out, batch, capacity,
@@ -299,12 +312,11 @@ def flashinfer_indices(
 
 
 def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> FlashAttentionIndices:
-    """See `specdec_kernels.kv_index.flash_attention_table`."""
     batch, row_pages = page_table.shape
     out = FlashAttentionIndices(
         torch.empty_like(page_table), torch.empty(batch, dtype=torch.int32, device=page_table.device)
     )
-    total, config = batch * max(row_pages, 1), config_of(page_table)
+    total, config = batch * max(row_pages, 1), CONFIGS[current_chip(page_table)]
     block = lanes(total, config.flat_block)
     launch(
         _attention_table_kernel, (triton.cdiv(total, block),), page_table, lengths, *out, total,
@@ -314,13 +326,12 @@ def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_
 
 
 def move_accepted(kv: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor, nodes: torch.Tensor) -> None:
-    """See `specdec_kernels.kv_index.move_accepted`."""
     layers, sides, pages, page_size, heads, dim = kv.shape
     batch, path = nodes.shape
     planes, row = layers * sides, heads * dim
     if kv.numel() == 0 or nodes.numel() == 0:
         return
-    config = config_of(kv)
+    config = CONFIGS[current_chip(kv)]
     block_j = lanes(path)
     block_b = min(triton.next_power_of_2(batch), config.move_requests)
     block_f = lanes(planes * row, max(16, config.move_budget // (block_b * block_j)))

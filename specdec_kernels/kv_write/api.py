@@ -1,15 +1,11 @@
-"""Public functions of the family; `impl` is `auto`, `triton` or `reference`.
-
-Both raise ValueError for a shape, dtype, device or layout that does not fit, and RuntimeError where `impl="triton"` can
-run no kernel.
-"""
+"""Public functions of the family: checks, then the kernel or the definition."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_shape, expect_tensors
 from specdec_kernels.kv_write.types import KVStore, StoreOptions, head_dim_problem
 from specdec_kernels.launch import dispatch
 
@@ -58,7 +54,6 @@ def write_kv(
     expect_shape("q", q, (None, None, None))
     tokens, _, head_dim = q.shape
     expect_shape("k", k, (tokens, None, head_dim))
-    expect_shape("v", v, k.shape)
     expect_shape("kv", kv, (2, None, None, k.shape[1], head_dim))
     store = KVStore(k, v, kv, slots, positions, rope)
     options = StoreOptions(eps, interleaved, k_scale, v_scale)
@@ -67,13 +62,9 @@ def write_kv(
     _expect_adjacent_heads(q=q, k=k, v=v)
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm: expected both or neither, got one")
-    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if norm is not None:
-            expect_shape(name, norm, (head_dim,))
-    expect_same_device(q=q, kv=kv, q_norm=q_norm, k_norm=k_norm)
-    expect_contiguous(q_norm=q_norm, k_norm=k_norm)
-    out: Tensor = dispatch("write_kv", __package__, impl, q)(q, store, q_norm, k_norm, options)
-    return out
+    weight = (head_dim,), _MODEL_DTYPES
+    expect_tensors({"q": q, "kv": kv}, q_norm=(q_norm, *weight), k_norm=(k_norm, *weight))
+    return dispatch("write_kv", __package__, impl, q)(q, store, q_norm, k_norm, options)
 
 
 def materialize_kv(
@@ -105,48 +96,38 @@ def materialize_kv(
     """
     expect_shape("k", k, (None, None, None, None))
     tokens, layers, kv_heads, head_dim = k.shape
-    expect_shape("v", v, k.shape)
     expect_shape("kv", kv, (layers, 2, None, None, kv_heads, head_dim))
     store = KVStore(k, v, kv, slots, positions, rope)
     options = StoreOptions(eps, interleaved, k_scale, v_scale)
     _check_store(store, options)
     _expect_adjacent_heads(k=k, v=v)
-    if counts is not None:
-        expect_shape("counts", counts, (None,))
-        expect_dtype("counts", counts, torch.int32)
-        if tokens % max(counts.shape[0], 1) or (tokens and not counts.shape[0]):
-            raise ValueError(f"counts: expected a number of requests that divides {tokens}, got {counts.shape[0]}")
-    if k_norm is not None:
-        expect_shape("k_norm", k_norm, (layers, head_dim))
-    expect_same_device(k=k, counts=counts, k_norm=k_norm)
-    expect_contiguous(counts=counts, k_norm=k_norm)
+    expect_tensors({"k": k}, counts=(counts, (None,), torch.int32), k_norm=(k_norm, (layers, head_dim), _MODEL_DTYPES))
+    if counts is not None and (tokens % max(len(counts), 1) or (tokens and not len(counts))):
+        raise ValueError(f"counts: expected a number of requests that divides {tokens}, got {len(counts)}")
     dispatch("materialize_kv", __package__, impl, k)(store, k_norm, counts, options)
 
 
 def _check_store(store: KVStore, options: StoreOptions) -> None:
     k, v, kv, slots, positions, rope = store
+    expect_shape("v", v, k.shape)
     head_dim = kv.shape[-1]
     if (problem := head_dim_problem(head_dim)) is not None:
         raise ValueError(f"kv: {problem}")
     expect_dtype("kv", kv, *_MODEL_DTYPES, torch.float8_e4m3fn)
     expect_dtype("k", k, *(_MODEL_DTYPES if kv.dtype == torch.float8_e4m3fn else (kv.dtype,)))
     expect_dtype("v", v, k.dtype)
-    for name, index in (("slots", slots), ("positions", positions)):
-        expect_shape(name, index, k.shape[:1])
-        expect_dtype(name, index, torch.int64)
-    expect_shape("rope", rope, (None, None))
+    wide = (torch.float32, torch.float64) if kv.dtype == torch.float64 else (torch.float32,)
+    scales = dict(k_scale=options.k_scale, v_scale=options.v_scale)
+    expect_tensors(
+        {"k": k, "v": v, "kv": kv},
+        slots=(slots, k.shape[:1], torch.int64),
+        positions=(positions, k.shape[:1], torch.int64),
+        rope=(rope, (None, None), wide),
+        **{name: (scale, kv.shape[-2:-1], wide) for name, scale in scales.items() if isinstance(scale, Tensor)},
+    )
+    expect_contiguous(kv=kv)
     if rope.shape[1] % 2 or not 2 <= rope.shape[1] <= head_dim:
         raise ValueError(f"rope: expected an even number of columns from 2 to {head_dim}, got {rope.shape[1]}")
-    exact = (torch.float64,) if kv.dtype == torch.float64 else ()
-    expect_dtype("rope", rope, torch.float32, *exact)
-    expect_same_device(k=k, v=v, kv=kv, slots=slots, positions=positions, rope=rope)
-    expect_contiguous(kv=kv, slots=slots, positions=positions, rope=rope)
-    for name, scale in (("k_scale", options.k_scale), ("v_scale", options.v_scale)):
-        if isinstance(scale, Tensor):
-            expect_shape(name, scale, (kv.shape[-2],))
-            expect_dtype(name, scale, torch.float32, *exact)
-            expect_contiguous(**{name: scale})
-            expect_same_device(kv=kv, **{name: scale})
 
 
 def _expect_adjacent_heads(**tensors: Tensor) -> None:

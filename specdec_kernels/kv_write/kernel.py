@@ -18,13 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.kv_write.configs import NUM_WARPS, tile
 from specdec_kernels.kv_write.types import KVStore, StoreOptions
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 
 _STRIDES = ["q_stride", "k_stride", "k_layer_stride", "v_stride", "v_layer_stride"]
 _VARYING = ["tokens", "width", "num_slots", "max_pos", *_STRIDES]
+_INTERPRETER_ROWS = 2048
+_ROWS = 16
+_MAX_HEADS = 8
 
 
 @triton.jit
@@ -269,7 +271,6 @@ def _kv_write_kernel(
 def write_kv(
     q: torch.Tensor, store: KVStore, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, options: StoreOptions
 ) -> torch.Tensor:
-    """See `specdec_kernels.write_kv`, which has checked the arguments."""
     out = q.new_empty(q.shape)
     _launch(q, out, q_norm, store.with_layer_axis(), None if k_norm is None else k_norm[None], None, options)
     return out
@@ -278,7 +279,6 @@ def write_kv(
 def materialize_kv(
     store: KVStore, k_norm: torch.Tensor | None, counts: torch.Tensor | None, options: StoreOptions
 ) -> None:
-    """See `specdec_kernels.materialize_kv`, which has checked the arguments."""
     _launch(None, None, None, store, k_norm, counts, options)
 
 
@@ -302,7 +302,7 @@ def _launch(
     heads = 0 if q is None else q.shape[1]
     half = rope.shape[1] // 2
     chip = current_chip(k)
-    block = tile(chip, tokens, heads, kv_heads)
+    block = _tile(chip, tokens, heads, kv_heads)
     blocks = triton.cdiv(heads, block["HEADS"]) + layers * 2 * triton.cdiv(kv_heads, block["HEADS"])
     width = 1 if counts is None else tokens // max(counts.shape[0], 1)
     q_stride = 0 if q is None else q.stride(0) // head_dim
@@ -315,7 +315,6 @@ def _launch(
         # Strides in heads: the compiler then sees that every head begins aligned.
         *(q_stride, *(stride // head_dim for side in (k, v) for stride in side.stride()[:2])),
         eps,
-        num_warps=NUM_WARPS,
         num_stages=1,
         H=heads,
         H_KV=kv_heads,
@@ -330,3 +329,14 @@ def _launch(
         **block,
         **pdl_options(chip),
     )
+
+
+def _tile(chip: str, tokens: int, heads: int, kv_heads: int) -> dict[str, int]:
+    """TOKENS and HEADS of a program. On a GPU the number of tokens does not matter: how a tile lies in the registers
+    decides the order in which the squares of a head are added, and a token has the same bits among any others. The
+    interpreter takes all heads, because only the number of programs costs."""
+    if chip == "interpreter":
+        block = lanes(max(heads, kv_heads))
+        return dict(TOKENS=lanes(min(tokens, max(2, _INTERPRETER_ROWS // block))), HEADS=block)
+    block = min(lanes(kv_heads), _MAX_HEADS)
+    return dict(TOKENS=max(2, _ROWS // block), HEADS=block)

@@ -10,9 +10,7 @@ that the request does not draft (`Lattice.counts`), or whose every candidate has
 `build_tree` takes them: tokens are the target's ids, unused nodes have token 0, parent -2, candidate -1 and score 0.
 The depth of a node is `candidates // C + 1`.
 
-`impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or size
-does not fit, and RuntimeError for `impl="triton"` where no kernel can run. All tensors but the weight of `rnn_step` are
-contiguous.
+All tensors but the weight of `rnn_step` are contiguous.
 """
 
 from __future__ import annotations
@@ -20,8 +18,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_at_least, expect_between, expect_dtype, expect_shape, expect_tensors
-from specdec_kernels.lattice.types import Lattice, PairFactors, RnnStep, SampledChain
+from specdec_kernels.checks import (
+    expect_at_least_one,
+    expect_between,
+    expect_fields,
+    expect_shape,
+    expect_strided,
+    expect_tensors,
+)
+from specdec_kernels.lattice.types import Draws, Lattice, PairFactors, RnnStep, SampledChain
 from specdec_kernels.launch import dispatch
 from specdec_kernels.tree.api import expect_nodes
 from specdec_kernels.tree.types import Selection
@@ -44,8 +49,7 @@ def pair_scores(lattice: Lattice, factors: PairFactors, *, impl: str = "auto") -
     """
     _check_lattice(lattice)
     predecessors, successors, gates, token_gates = factors
-    expect_dtype("predecessors", predecessors, *_FLOATS)
-    expect_shape("predecessors", predecessors, (None, None))
+    expect_tensors(predecessors=(predecessors, (None, None), _FLOATS))
     kind, (vocab, rank) = predecessors.dtype, predecessors.shape
     expect_between("r of predecessors", rank, 1, MAX_RANK)
     expect_tensors(
@@ -57,8 +61,7 @@ def pair_scores(lattice: Lattice, factors: PairFactors, *, impl: str = "auto") -
     )
     if token_gates is not None and gates is None:
         raise ValueError("token_gates: expected gates with them, got None")
-    scores: Tensor = dispatch("pair_scores", __package__, impl, predecessors)(lattice, factors)
-    return scores
+    return dispatch("pair_scores", __package__, impl, predecessors)(lattice, factors)
 
 
 def greedy_chain(lattice: Lattice, pairs: Tensor, *, impl: str = "auto") -> Selection:
@@ -72,8 +75,7 @@ def greedy_chain(lattice: Lattice, pairs: Tensor, *, impl: str = "auto") -> Sele
         D + 1 nodes: node n is at position n - 1.
     """
     _check_lattice(lattice, pairs)
-    chain: Selection = dispatch("greedy_chain", __package__, impl, lattice.logits)(lattice, pairs)
-    return chain
+    return dispatch("greedy_chain", __package__, impl, lattice.logits)(lattice, pairs)
 
 
 def sample_chain(
@@ -101,19 +103,11 @@ def sample_chain(
         uniforms: [B, D] float64 in [0, 1), replaces the generator.
     """
     _check_lattice(lattice, pairs)
-    batch, depth, _ = lattice.tokens.shape
-    expect_tensors(
-        {"tokens": lattice.tokens},
-        temperature=(temperature, (batch,), torch.float32),
-        seeds=(seeds, (batch,), torch.int64),
-        positions=(positions, (batch,), torch.int64),
-        uniforms=(uniforms, (batch, depth), torch.float64),
-    )
+    draws, (batch, depth, _) = Draws(temperature, seeds, positions, uniforms), lattice.tokens.shape
+    expect_fields(draws, others=dict(tokens=lattice.tokens), B=batch, D=depth)
     if uniforms is None and (seeds is None or positions is None):
         raise ValueError("sample_chain: expected seeds and positions, or uniforms; got neither")
-    sample = dispatch("sample_chain", __package__, impl, lattice.logits)
-    chain: SampledChain = sample(lattice, pairs, temperature, seeds, positions, uniforms)
-    return chain
+    return dispatch("sample_chain", __package__, impl, lattice.logits)(lattice, pairs, draws)
 
 
 def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int, *, impl: str = "auto") -> Selection:
@@ -129,8 +123,7 @@ def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int, *, impl: str =
     """
     _check_lattice(lattice, pairs)
     expect_nodes("num_nodes", num_nodes)
-    tree: Selection = dispatch("lattice_tree", __package__, impl, lattice.logits)(lattice, pairs, num_nodes)
-    return tree
+    return dispatch("lattice_tree", __package__, impl, lattice.logits)(lattice, pairs, num_nodes)
 
 
 def dense_probs(lattice: Lattice, probs: Tensor, vocab: int) -> Tensor:
@@ -157,21 +150,16 @@ def rnn_step(
         weight: [3 r, 2 r], rows may be strided: the first 2 r columns of the joint projection [3 r, 2 r + H].
         hidden: [R, 3 r]: the rest of the joint projection and its bias, of the hidden state of the slot.
     """
-    expect_shape("state", state, (None, None))
+    _check_state(tokens, state, embedding)
     (rows, size), kind = state.shape, state.dtype
-    _check_state(tokens, state, embedding=embedding)
-    expect_shape("weight", weight, (3 * size, 2 * size))
-    expect_dtype("weight", weight, kind)
-    if weight.stride(1) != 1:
-        raise ValueError(f"weight: expected stride 1 in the last dimension, got strides {weight.stride()}")
+    expect_strided(weight=(weight, (3 * size, 2 * size), kind))
     expect_tensors(
         {"state": state, "weight": weight},
         embedding=(embedding, (None, size), kind),
         hidden=(hidden, (rows, 3 * size), kind),
     )
     step = dispatch("rnn_step", __package__, impl, state, kernel="kernel_recurrent")
-    result: RnnStep = step(tokens, state, embedding, weight, hidden)
-    return result
+    return step(tokens, state, embedding, weight, hidden)
 
 
 def gru_step(
@@ -189,9 +177,8 @@ def gru_step(
         weight_ih: [3 S, H].
         weight_hh: [3 S, S].
     """
-    expect_shape("state", state, (None, None))
+    _check_state(tokens, state, embedding)
     size, kind = state.shape[1], state.dtype
-    _check_state(tokens, state, embedding=embedding)
     expect_tensors(
         {"state": state},
         embedding=(embedding, (None, None), kind),
@@ -199,30 +186,18 @@ def gru_step(
         weight_hh=(weight_hh, (3 * size, size), kind),
     )
     step = dispatch("gru_step", __package__, impl, state, kernel="kernel_recurrent")
-    result: Tensor = step(tokens, state, embedding, weight_ih, weight_hh)
-    return result
+    return step(tokens, state, embedding, weight_ih, weight_hh)
 
 
 def _check_state(tokens: Tensor, state: Tensor, embedding: Tensor) -> None:
-    expect_dtype("state", state, *_FLOATS)
-    expect_at_least("size of the state", state.shape[1], 1)
+    expect_tensors(state=(state, (None, None), _FLOATS), tokens=(tokens, state.shape[:1], torch.int64))
     expect_shape("embedding", embedding, (None, None))
-    expect_at_least("width of the embedding", embedding.shape[1], 1)
-    expect_tensors(state=(state, (None, None), state.dtype), tokens=(tokens, state.shape[:1], torch.int64))
+    expect_at_least_one(**{"size of the state": state.shape[1], "width of the embedding": embedding.shape[1]})
 
 
 def _check_lattice(lattice: Lattice, pairs: Tensor | None = None) -> None:
-    tokens, logits, last_tokens, counts, vocabulary = lattice
-    expect_shape("tokens", tokens, (None, None, None))
-    expect_dtype("logits", logits, *_FLOATS)
-    batch, depth, candidates = tokens.shape
-    expect_between("D of tokens", depth, 1, MAX_POSITIONS)
-    expect_between("C of tokens", candidates, 1, MAX_CANDIDATES)
-    expect_tensors(
-        tokens=(tokens, (None, None, None), torch.int64),
-        logits=(logits, (batch, depth, candidates), logits.dtype),
-        last_tokens=(last_tokens, (batch,), torch.int64),
-        counts=(counts, (batch,), torch.int32),
-        vocabulary=(vocabulary, (None,), torch.int64),
-        pairs=(pairs, (batch, depth, candidates, candidates), torch.float32),
-    )
+    expect_fields(lattice)
+    shape = lattice.tokens.shape
+    expect_between("D of tokens", shape[1], 1, MAX_POSITIONS)
+    expect_between("C of tokens", shape[2], 1, MAX_CANDIDATES)
+    expect_tensors({"tokens": lattice.tokens}, pairs=(pairs, (*shape, shape[2]), torch.float32))

@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.lattice.configs import CONFIGS
-from specdec_kernels.lattice.types import Lattice, PairFactors, SampledChain
+from specdec_kernels.lattice.types import Draws, Lattice, PairFactors, SampledChain
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.types import DRAFT_STREAM
+from specdec_kernels.tree.kernel_selection import empty_selection
 from specdec_kernels.tree.types import UNUSED_PARENT, Selection
 
 _UNUSED_PARENT = tl.constexpr(UNUSED_PARENT)
@@ -291,7 +292,6 @@ def _tree_kernel(
 
 
 def pair_scores(lattice: Lattice, factors: PairFactors) -> torch.Tensor:
-    """See `specdec_kernels.lattice.pair_scores`."""
     batch, depth, candidates = lattice.tokens.shape
     chip, rank = current_chip(factors.predecessors), factors.predecessors.shape[1]
     config = CONFIGS[chip]
@@ -306,25 +306,16 @@ def pair_scores(lattice: Lattice, factors: PairFactors) -> torch.Tensor:
 
 
 def greedy_chain(lattice: Lattice, pairs: torch.Tensor) -> Selection:
-    """See `specdec_kernels.lattice.greedy_chain`."""
-    chain = _empty_selection(lattice, lattice.tokens.shape[1] + 1)
+    chain = empty_selection(lattice.last_tokens, lattice.tokens.shape[1] + 1)
     _launch_chain(lattice, pairs, (None, None, None, None), chain, None)
     return chain
 
 
-def sample_chain(
-    lattice: Lattice,
-    pairs: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    uniforms: torch.Tensor | None,
-) -> SampledChain:
-    """See `specdec_kernels.lattice.sample_chain`."""
-    chain = _empty_selection(lattice, lattice.tokens.shape[1] + 1)
+def sample_chain(lattice: Lattice, pairs: torch.Tensor, draws: Draws) -> SampledChain:
+    chain = empty_selection(lattice.last_tokens, lattice.tokens.shape[1] + 1)
     probs = pairs.new_empty(lattice.tokens.shape)
-    sources = (seeds, positions, None) if uniforms is None else (None, None, uniforms)
-    _launch_chain(lattice, pairs, (temperature, *sources), chain, probs)
+    sources = draws if draws.uniforms is None else draws._replace(seeds=None, positions=None)
+    _launch_chain(lattice, pairs, sources, chain, probs)
     return SampledChain(*chain, probs)
 
 
@@ -346,9 +337,8 @@ def _launch_chain(
 
 
 def lattice_tree(lattice: Lattice, pairs: torch.Tensor, num_nodes: int) -> Selection:
-    """See `specdec_kernels.lattice.lattice_tree`."""
     (batch, depth, candidates), chip = lattice.tokens.shape, current_chip(pairs)
-    tree = _empty_selection(lattice, num_nodes)
+    tree = empty_selection(lattice.last_tokens, num_nodes)
     block_n, block_c = (max(triton.next_power_of_2(size), d.MIN_SCAN) for size in (num_nodes, candidates))
     launch(
         _tree_kernel, (batch,), *lattice, pairs, *tree, num_warps=_warps(chip, block_n * block_c), DEPTH=depth,
@@ -359,8 +349,3 @@ def lattice_tree(lattice: Lattice, pairs: torch.Tensor, num_nodes: int) -> Selec
 
 def _warps(chip: str, lanes: int) -> int:
     return max(1, min(8, lanes // CONFIGS[chip].lanes_per_warp))
-
-
-def _empty_selection(lattice: Lattice, num_nodes: int) -> Selection:
-    shape, new = (len(lattice.tokens), num_nodes), lattice.tokens.new_empty
-    return Selection(*(new(shape, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.int32, torch.float32)))

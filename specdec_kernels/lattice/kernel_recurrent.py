@@ -136,7 +136,6 @@ def _gru_kernel(
 def rnn_step(
     tokens: torch.Tensor, state: torch.Tensor, embedding: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor
 ) -> RnnStep:
-    """See `specdec_kernels.lattice.rnn_step`."""
     step = RnnStep(torch.empty_like(state), torch.empty_like(state))
     grid, sizes = _tiles(state, state.shape[1])
     launch(
@@ -149,7 +148,6 @@ def rnn_step(
 def gru_step(
     tokens: torch.Tensor, state: torch.Tensor, embedding: torch.Tensor, weight_ih: torch.Tensor, weight_hh: torch.Tensor
 ) -> torch.Tensor:
-    """See `specdec_kernels.lattice.gru_step`."""
     following = torch.empty_like(state)
     grid, sizes = _tiles(state, max(state.shape[1], embedding.shape[1]))
     launch(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.lattice.types import Lattice, PairFactors, RnnStep, SampledChain
+from specdec_kernels.lattice.types import Draws, Lattice, PairFactors, RnnStep, SampledChain
 from specdec_kernels.sampling.reference import MIN_TEMPERATURE, inverse_cdf, philox_uniform
 from specdec_kernels.sampling.types import DRAFT_STREAM
 from specdec_kernels.tree.types import UNUSED_PARENT, Selection
 
 
 def pair_scores(lattice: Lattice, factors: PairFactors) -> Tensor:
-    """See `specdec_kernels.lattice.pair_scores`."""
     predecessors, successors, gates, token_gates = factors
     tokens = lattice.tokens
     before = torch.full_like(tokens, -1)  # [B, D, C]: the target's ids of the predecessors, -1 for none
@@ -29,21 +28,13 @@ def pair_scores(lattice: Lattice, factors: PairFactors) -> Tensor:
 
 
 def greedy_chain(lattice: Lattice, pairs: Tensor) -> Selection:
-    """See `specdec_kernels.lattice.greedy_chain`."""
     greedy = torch.zeros(len(pairs), device=pairs.device)
     unused = torch.zeros(pairs.shape[:2], dtype=torch.float64, device=pairs.device)
-    return Selection(*sample_chain(lattice, pairs, greedy, None, None, unused)[:4])
+    return Selection(*sample_chain(lattice, pairs, Draws(greedy, None, None, unused))[:4])
 
 
-def sample_chain(
-    lattice: Lattice,
-    pairs: Tensor,
-    temperature: Tensor,
-    seeds: Tensor | None,
-    positions: Tensor | None,
-    uniforms: Tensor | None,
-) -> SampledChain:
-    """See `specdec_kernels.lattice.sample_chain`."""
+def sample_chain(lattice: Lattice, pairs: Tensor, draws: Draws) -> SampledChain:
+    temperature, seeds, positions, uniforms = draws
     batch, depth, candidates = lattice.tokens.shape
     values, drafts = _values(lattice, pairs), _drafts(lattice)
     sampled = temperature > 0
@@ -75,7 +66,6 @@ def sample_chain(
 
 
 def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int) -> Selection:
-    """See `specdec_kernels.lattice.lattice_tree`."""
     batch, depth, candidates = lattice.tokens.shape
     device = pairs.device
     logprobs = torch.log_softmax(_values(lattice, pairs).double(), -1).nan_to_num(nan=-torch.inf).float()
@@ -107,7 +97,6 @@ def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int) -> Selection:
 
 
 def rnn_step(tokens: Tensor, state: Tensor, embedding: Tensor, weight: Tensor, hidden: Tensor) -> RnnStep:
-    """See `specdec_kernels.lattice.rnn_step`."""
     inputs = torch.cat([state, _rows_of(embedding, tokens)], -1).double()
     gate, candidate, output = (inputs @ weight.double().T + hidden.double()).chunk(3, -1)
     kept = torch.sigmoid(gate)
@@ -116,7 +105,6 @@ def rnn_step(tokens: Tensor, state: Tensor, embedding: Tensor, weight: Tensor, h
 
 
 def gru_step(tokens: Tensor, state: Tensor, embedding: Tensor, weight_ih: Tensor, weight_hh: Tensor) -> Tensor:
-    """See `specdec_kernels.lattice.gru_step`."""
     wide = state.double()
     of_token = (_rows_of(embedding, tokens).double() @ weight_ih.double().T).chunk(3, -1)
     of_state = (wide @ weight_hh.double().T).chunk(3, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
@@ -11,11 +11,11 @@ class Lattice(NamedTuple):
     """D positions of a block with C candidates each, for B requests. The candidates of a position are distinct. With a
     vocabulary every id of `tokens` is in [0, V')."""
 
-    tokens: torch.Tensor  # [B, D, C] int64, below 2^31: ids of the drafter
-    logits: torch.Tensor  # [B, D, C] float32, float16 or bfloat16
-    last_tokens: torch.Tensor  # [B] int64: the target's id of the token before position 0
-    counts: torch.Tensor | None = None  # [B] int32: positions that the request drafts, None for all; the rest is unused
-    vocabulary: torch.Tensor | None = None  # [V'] int64: what is added to an id of the drafter to give the target's
+    tokens: Annotated[torch.Tensor, "B D C int64"]  # below 2^31: ids of the drafter
+    logits: Annotated[torch.Tensor, "B D C float32|float16|bfloat16"]
+    last_tokens: Annotated[torch.Tensor, "B int64"]  # the target's id of the token before position 0
+    counts: Annotated[torch.Tensor | None, "B int32"] = None  # positions that the request drafts, None for all
+    vocabulary: Annotated[torch.Tensor | None, "* int64"] = None  # what is added to a drafter's id for the target's
 
 
 class PairFactors(NamedTuple):
@@ -30,6 +30,15 @@ class PairFactors(NamedTuple):
     successors: torch.Tensor  # [V', r], by the drafter's ids: W2 of DSpark, the successor codebook of DFlash 2
     gates: torch.Tensor | None = None  # [B, D, r]: P h of DFlash 2; G_h h + b of a gated DSpark head
     token_gates: torch.Tensor | None = None  # [V, r]: W1 G_e^T of a gated DSpark head, made once on loading
+
+
+class Draws(NamedTuple):
+    """How `sample_chain`, which describes them, draws."""
+
+    temperature: Annotated[torch.Tensor, "B float32"]
+    seeds: Annotated[torch.Tensor | None, "B int64"]
+    positions: Annotated[torch.Tensor | None, "B int64"]
+    uniforms: Annotated[torch.Tensor | None, "B D float64"]
 
 
 class SampledChain(NamedTuple):

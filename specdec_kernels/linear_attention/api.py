@@ -12,9 +12,7 @@ A state passes through the rows of a path one after another, by the same operati
 and the state after it have the same bits in a prompt, in decoding, in a chain, in a tree and in a commit.
 `delta_rule_chunks` and `delta_rule_tree` differ in bits: they take whole chunks of prompts and whole trees at once.
 
-`impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or size
-does not fit, and RuntimeError for `impl="triton"` where no kernel can run. Tensors are contiguous where not said
-otherwise. Slots and rows are not checked: they are on the device.
+Tensors are contiguous where not said otherwise. Slots and rows are not checked: they are on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_between, expect_dtype, expect_shape, expect_tensors
+from specdec_kernels.checks import expect_between, expect_fields, expect_shape, expect_strided, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.linear_attention.types import (
     CHUNK,
@@ -60,16 +58,11 @@ def delta_rule_inputs(
         state: of one layer, read; `conv` has the dtype of `qkv`.
         out: written and returned if given, for example a layer of what `commit_delta_rule` reads.
     """
-    expect_shape("qkv", qkv, (None, None))
-    expect_dtype("qkv", qkv, *_FLOATS)
+    expect_strided(qkv=(qkv, (None, None), _FLOATS))
     rows, channels = qkv.shape
     heads = _check_state(state, channels, qkv.dtype)
     wide = torch.promote_types(qkv.dtype, torch.float32)
-    for name, each, width in (("qkv", qkv, channels), ("b", b, heads), ("a", a, heads)):
-        expect_shape(name, each, (rows, width))
-        expect_dtype(name, each, qkv.dtype)
-        if each.stride(1) != 1:
-            raise ValueError(f"{name}: expected stride 1 in the last dimension, got strides {each.stride()}")
+    expect_strided(b=(b, (rows, heads), qkv.dtype), a=(a, (rows, heads), qkv.dtype))
     expect_tensors(
         {"qkv": qkv, "b": b, "a": a},
         conv=(weights.conv, (channels, state.conv.shape[1] + 1), qkv.dtype),
@@ -97,13 +90,12 @@ def delta_rule(
     """
     heads = _check_state(state, inputs.raw.shape[-1], inputs.raw.dtype)
     _check_inputs(inputs, inputs.raw.shape[:1], inputs.raw.shape[-1], heads)
-    _check_paths(paths, inputs.raw)
+    expect_fields(paths, others=dict(raw=inputs.raw), R=len(inputs.raw))
     if paths.owners is None:
         raise ValueError("owners: expected the path that writes each row, got None")
     if out is not None:
         expect_tensors({"raw": inputs.raw}, out=(out, (len(inputs.raw), heads, state.ssm.shape[3]), inputs.raw.dtype))
-    found: Tensor = dispatch("delta_rule", __package__, impl, inputs.raw)(inputs, paths, state, out)
-    return found
+    return dispatch("delta_rule", __package__, impl, inputs.raw)(inputs, paths, state, out)
 
 
 def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState, *, impl: str = "auto") -> Tensor:
@@ -118,19 +110,8 @@ def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState, *,
     _check_inputs(inputs, (rows,), channels, heads)
     if rows % CHUNK:
         raise ValueError(f"inputs: expected a multiple of {CHUNK} rows, got {rows}")
-    expect_shape("first", chunks.first, (None,))
-    count = len(chunks.first)
-    expect_tensors(
-        {"raw": inputs.raw},
-        first=(chunks.first, (count,), torch.int32),
-        counts=(chunks.counts, (count,), torch.int32),
-        starts=(chunks.starts, (count,), torch.int64),
-        ends=(chunks.ends, (count,), torch.int64),
-        whole=(chunks.whole, (rows // CHUNK,), torch.int32),
-    )
-    run = dispatch("delta_rule_chunks", __package__, impl, inputs.raw, "kernel_chunks")
-    out: Tensor = run(inputs, chunks, state)
-    return out
+    expect_fields(chunks, others=dict(raw=inputs.raw), R=rows)
+    return dispatch("delta_rule_chunks", __package__, impl, inputs.raw, "kernel_chunks")(inputs, chunks, state)
 
 
 def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState, *, impl: str = "auto") -> Tensor:
@@ -154,9 +135,7 @@ def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState, *, imp
     )
     if rows != batch * nodes:
         raise ValueError(f"inputs: expected {batch} * {nodes} rows, got {rows}")
-    run = dispatch("delta_rule_tree", __package__, impl, inputs.raw, "kernel_tree")
-    out: Tensor = run(inputs, trees, state)
-    return out
+    return dispatch("delta_rule_tree", __package__, impl, inputs.raw, "kernel_tree")(inputs, trees, state)
 
 
 def commit_delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, *, impl: str = "auto") -> None:
@@ -171,7 +150,7 @@ def commit_delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, *, i
     expect_shape("raw", raw, (None, None, None))
     heads = _check_state(state, raw.shape[-1], raw.dtype, layers=raw.shape[0])
     _check_inputs(inputs, raw.shape[:2], raw.shape[-1], heads)
-    _check_paths(paths, raw)
+    expect_fields(paths, others=dict(raw=raw), R=raw.shape[1])
     if paths.ends is None:
         raise ValueError("ends: expected the slot that takes each state, got None")
     dispatch("commit_delta_rule", __package__, impl, raw)(inputs, paths, state)
@@ -187,16 +166,11 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, impl:
         gate: [R, HV * dv], dtype of x, rows may be strided.
         weight: [dv], dtype of x.
     """
-    expect_shape("x", x, (None, None, None))
-    expect_dtype("x", x, *_FLOATS)
+    expect_tensors(x=(x, (None, None, None), _FLOATS))
     expect_between("dv of x", x.shape[2], 1, MAX_HEAD_DIM)
-    expect_shape("gate", gate, (x.shape[0], x.shape[1] * x.shape[2]))
-    expect_dtype("gate", gate, x.dtype)
-    if gate.stride(1) != 1:
-        raise ValueError(f"gate: expected stride 1 in the last dimension, got strides {gate.stride()}")
-    expect_tensors({"gate": gate}, x=(x, (None, None, None), x.dtype), weight=(weight, (x.shape[2],), x.dtype))
-    out: Tensor = dispatch("gated_rms_norm", __package__, impl, x)(x, gate, weight, eps)
-    return out
+    expect_strided(gate=(gate, (x.shape[0], x.shape[1] * x.shape[2]), x.dtype))
+    expect_tensors({"x": x, "gate": gate}, weight=(weight, (x.shape[2],), x.dtype))
+    return dispatch("gated_rms_norm", __package__, impl, x)(x, gate, weight, eps)
 
 
 def key_heads(state: DeltaState) -> int:
@@ -231,18 +205,4 @@ def _check_inputs(inputs: DeltaInputs, lead: tuple[int, ...], channels: int, hea
         decay=(inputs.decay, (*lead, heads), wide),
         beta=(inputs.beta, (*lead, heads), wide),
         raw=(inputs.raw, (*lead, channels), kind),
-    )
-
-
-def _check_paths(paths: Paths, raw: Tensor) -> None:
-    expect_shape("first", paths.first, (None,))
-    count, rows = len(paths.first), raw.shape[-2]
-    expect_tensors(
-        {"raw": raw},
-        order=(paths.order, (None,), torch.int32),
-        first=(paths.first, (count,), torch.int32),
-        counts=(paths.counts, (count,), torch.int32),
-        starts=(paths.starts, (count,), torch.int64),
-        ends=(paths.ends, (count,), torch.int64),
-        owners=(paths.owners, (rows,), torch.int32),
     )

@@ -259,7 +259,6 @@ def _norm_kernel(
 def delta_rule_inputs(
     qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, state: DeltaState, links: RowLinks, out: DeltaInputs
 ) -> None:
-    """See `specdec_kernels.linear_attention.delta_rule_inputs`, which has checked the arguments."""
     refuse_float64(qkv)
     rows, (heads, dk, dv), groups = len(qkv), state.ssm.shape[-3:], key_heads(state)
     block = CONFIGS[current_chip(qkv)].input_rows
@@ -279,7 +278,6 @@ def delta_rule_inputs(
 
 
 def delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | None = None) -> Tensor:
-    """See `specdec_kernels.linear_attention.delta_rule`, which has checked the arguments."""
     shape = (len(inputs.raw), state.ssm.shape[1], state.ssm.shape[3])
     if out is None:
         out = inputs.raw.new_empty(shape) if paths.complete else inputs.raw.new_zeros(shape)
@@ -289,12 +287,10 @@ def delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor
 
 
 def commit_delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState) -> None:
-    """See `specdec_kernels.linear_attention.commit_delta_rule`, which has checked the arguments."""
     _follow(inputs, paths, state, None)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `specdec_kernels.linear_attention.gated_rms_norm`, which has checked the arguments."""
     refuse_float64(x)
     out, (rows, heads, dim) = torch.empty_like(x), x.shape
     block = CONFIGS[current_chip(x)].norm_rows
@@ -302,7 +298,6 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         _norm_kernel,
         (triton.cdiv(rows * heads, block),),
         *(x, gate, weight, out, rows, gate.stride(0), float(eps)),
-        num_warps=4,
         HV=heads,
         D=dim,
         HEADS=block,
@@ -342,7 +337,6 @@ def keep_inputs(raw: Tensor, paths: Paths, state: DeltaState) -> None:
         _tail_kernel,
         (len(paths.first), triton.cdiv(channels, block), layers),
         *(raw, state.conv, *paths[:5], rows, slots),
-        num_warps=4,
         C=channels,
         TAPS=state.conv.shape[2] + 1,
         BLOCK=block,

@@ -144,7 +144,6 @@ def _scan_kernel(
 
 
 def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) -> Tensor:
-    """See `specdec_kernels.linear_attention.delta_rule_chunks`, which has checked the arguments."""
     refuse_float64(inputs.raw)
     mixed, (heads, dk, dv), rows = inputs.mixed, state.ssm.shape[1:], len(inputs.raw)
     config = CONFIGS[current_chip(inputs.raw)]
@@ -167,7 +166,6 @@ def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) ->
         _scan_kernel,
         (len(chunks.first), heads * triton.cdiv(dv, block)),
         *(mixed, logs, keys, values, shares, state.ssm, *chunks[:4], out),
-        num_warps=4,
         num_stages=1,
         PART=config.part,
         BLOCK_V=block,

@@ -83,7 +83,6 @@ def _tree_kernel(
 
 
 def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState) -> Tensor:
-    """See `specdec_kernels.linear_attention.delta_rule_tree`, which has checked the arguments."""
     refuse_float64(inputs.raw)
     (heads, dk, dv), (batch, nodes, _) = state.ssm.shape[1:], trees.mask.shape
     config, mixed = CONFIGS[current_chip(inputs.raw)], inputs.mixed

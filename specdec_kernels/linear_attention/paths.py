@@ -112,23 +112,17 @@ def chunk_paths(
     """
     links, paths = prompt_paths(slots, starts, counts, firsts, num_rows)
     whole = paths.counts // CHUNK
-    chunks = Chunks(paths.first // CHUNK, whole, paths.starts, slots, _covered(paths.first // CHUNK, whole, num_rows))
+    first, chunk = paths.first // CHUNK, torch.arange(num_rows // CHUNK, dtype=torch.int32, device=slots.device)
+    is_whole = ((chunk >= first[:, None]) & (chunk < (first + whole)[:, None])).any(0)
+    chunks = Chunks(first, whole, paths.starts, slots, is_whole.int())
     assert paths.owners is not None
-    in_chunk = chunks.whole.repeat_interleave(CHUNK) > 0
     rest = paths._replace(
         first=paths.first + whole * CHUNK,
         counts=paths.counts - whole * CHUNK,
         starts=torch.where(whole > 0, slots, paths.starts),
-        owners=torch.where(in_chunk, -1, paths.owners),
+        owners=torch.where(is_whole.repeat_interleave(CHUNK), -1, paths.owners),
     )
     return links, chunks, rest
-
-
-def _covered(first: Tensor, counts: Tensor, num_rows: int) -> Tensor:
-    """[R / CHUNK] int32: whether a chunk is one of a segment's."""
-    chunk = torch.arange(num_rows // CHUNK, dtype=torch.int32, device=first.device)
-    inside = (chunk >= first[:, None]) & (chunk < (first + counts)[:, None])
-    return inside.any(0).int()
 
 
 def accepted_paths(slots: Tensor, nodes: Tensor, num_nodes: int) -> Paths:

@@ -24,7 +24,6 @@ _EPS = 1e-6
 def delta_rule_inputs(
     qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, state: DeltaState, links: RowLinks, out: DeltaInputs
 ) -> None:
-    """See `specdec_kernels.linear_attention.delta_rule_inputs`."""
     wide, taps = out.mixed.dtype, weights.conv.shape[1]
     row, before = torch.arange(len(qkv), device=qkv.device), torch.zeros(len(qkv), dtype=torch.int64, device=qkv.device)
     total = qkv.to(wide) * weights.conv[:, -1].to(wide)
@@ -48,7 +47,6 @@ def delta_rule_inputs(
 
 
 def delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | None = None) -> Tensor:
-    """See `specdec_kernels.linear_attention.delta_rule`."""
     _, heads, _, dv = state.ssm.shape
     out = inputs.raw.new_zeros((len(inputs.raw), heads, dv)) if out is None else out
     _follow(inputs, paths, state, out)
@@ -56,7 +54,6 @@ def delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor
 
 
 def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) -> Tensor:
-    """See `specdec_kernels.linear_attention.delta_rule_chunks`."""
     groups, (heads, dk, dv) = key_heads(state), state.ssm.shape[1:]
     out = inputs.raw.new_zeros((len(inputs.raw), heads, dv))
     for first, count, start, end in zip(*(each.tolist() for each in chunks[:4]), strict=True):
@@ -103,14 +100,12 @@ def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState) -> Ten
 
 
 def commit_delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState) -> None:
-    """See `specdec_kernels.linear_attention.commit_delta_rule`."""
     for layer in range(len(inputs.raw)):
         one = DeltaInputs(*(each[layer] for each in inputs))
         _follow(one, paths, DeltaState(state.ssm[layer], state.conv[layer]), None)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `specdec_kernels.linear_attention.gated_rms_norm`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     rows = x.to(wide)
     normed = weight * (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

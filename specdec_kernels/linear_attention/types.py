@@ -6,7 +6,7 @@ T taps of the convolution, S state slots. Value head h reads key head h // (HV /
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
@@ -50,14 +50,12 @@ class RowLinks(NamedTuple):
 class Paths(NamedTuple):
     """W sequences of rows through which states pass. Path w has the rows `order[first[w] + i]`, i < `counts[w]`."""
 
-    order: Tensor  # [E] int32: row numbers
-    first: Tensor  # [W] int32
-    counts: Tensor  # [W] int32
-    starts: Tensor  # [W] int64: slot whose state the path starts from, -1 for zeros
-    ends: Tensor | None = (
-        None  # [W] int64: slot that takes the state after the path, -1 for none; None: no path has one
-    )
-    owners: Tensor | None = None  # [R] int32: the path that writes the output of a row, -1 for none
+    order: Annotated[Tensor, "* int32"]  # row numbers
+    first: Annotated[Tensor, "W int32"]
+    counts: Annotated[Tensor, "W int32"]
+    starts: Annotated[Tensor, "W int64"]  # slot whose state the path starts from, -1 for zeros
+    ends: Annotated[Tensor | None, "W int64"] = None  # slot of the state after the path, -1 for none; None: all none
+    owners: Annotated[Tensor | None, "R int32"] = None  # the path that writes the output of a row, -1 for none
     complete: bool = True  # every row has an owner
 
 
@@ -72,8 +70,8 @@ class Chunks(NamedTuple):
     """The whole chunks of P segments of prompts, through which states pass before the other rows of the segments. Row r
     of a call is in chunk r // CHUNK."""
 
-    first: Tensor  # [P] int32: number of a segment's first chunk
-    counts: Tensor  # [P] int32
-    starts: Tensor  # [P] int64: slot whose state the segment starts from, -1 for zeros
-    ends: Tensor  # [P] int64: slot that takes the state after the chunks, where there are any
-    whole: Tensor  # [R / CHUNK] int32: 1 where all rows are tokens of one segment
+    first: Annotated[Tensor, "P int32"]  # number of a segment's first chunk
+    counts: Annotated[Tensor, "P int32"]
+    starts: Annotated[Tensor, "P int64"]  # slot whose state the segment starts from, -1 for zeros
+    ends: Annotated[Tensor, "P int64"]  # slot that takes the state after the chunks, where there are any
+    whole: Annotated[Tensor, "R/64 int32"]  # 1 where all rows are tokens of one segment

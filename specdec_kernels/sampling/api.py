@@ -11,9 +11,6 @@ Filters act on the distribution at its temperature, in this order, and each keep
     min-p   keeps probability >= min_p * the largest probability.
 Top-k is exact. Kernel (float32 sums) and reference (float64) may disagree about a token whose mass before it lies
 within 1e-6 * mass of p * mass, or whose logit lies within 4 float32 roundings of the min-p limit.
-
-`impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or
-value does not fit, and RuntimeError for `impl="triton"` where no kernel can run.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_dtype, expect_shape, expect_tensors
+from specdec_kernels.checks import expect_at_least, expect_at_least_one, expect_fields, expect_strided, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.sampling.types import MASK_BITS, TARGET_STREAM, Forbidden, Penalties, Picked, SamplingTensors
 
@@ -56,13 +53,11 @@ def pick_tokens(
     """
     expect_rows("logits", logits, (None, None), *LOGITS)
     rows = logits.shape[:1]
-    expect_tensors(
-        {"logits": logits}, **sampling.expected(rows[0]), positions=(positions, rows, torch.int64),
-        uniforms=(uniforms, rows, torch.float64),
-    )  # fmt: skip
+    expect_fields(sampling, others=dict(logits=logits), B=rows[0])
+    sources = dict(positions=(positions, rows, torch.int64), uniforms=(uniforms, rows, torch.float64))
+    expect_tensors({"logits": logits}, **sources)
     expect_randomness(sampling, positions, uniforms)
-    if stream < 0:
-        raise ValueError(f"stream: expected at least 0, got {stream}")
+    expect_at_least("stream", stream, 0)
     pick = dispatch("pick_tokens", __package__, impl, logits)
     return pick(logits, sampling, positions, uniforms, return_logprobs=return_logprobs, stream=stream)
 
@@ -74,7 +69,7 @@ def filtered_probs(logits: Tensor, sampling: SamplingTensors = _GREEDY, *, impl:
     usable logit are zero.
     """
     expect_rows("logits", logits, (None, None), *LOGITS)
-    expect_tensors({"logits": logits}, **sampling.expected(logits.shape[0]))
+    expect_fields(sampling, others=dict(logits=logits), B=len(logits))
     return dispatch("filtered_probs", __package__, impl, logits)(logits, sampling)
 
 
@@ -95,7 +90,7 @@ def top_p_renorm(probs: Tensor, top_p: Tensor, *, impl: str = "auto") -> Tensor:
 
 def _renormalised(probs: Tensor, filters: SamplingTensors, impl: str) -> Tensor:
     expect_rows("probs", probs, (None, None), torch.float32)
-    expect_tensors({"probs": probs}, **filters.expected(probs.shape[0]))
+    expect_fields(filters, others=dict(probs=probs), B=len(probs))
     return dispatch("filtered_probs", __package__, impl, probs)(probs, filters, probabilities=True)
 
 
@@ -135,18 +130,8 @@ def apply_penalties(
     """
     expect_rows("logits", logits, (None, None, None), *LOGITS)
     batch, num_nodes, vocab = logits.shape
-    expect_tensors(
-        {"logits": logits},
-        tokens=(tokens, (batch, num_nodes), torch.int64),
-        mask=(mask, (batch, num_nodes, -(-num_nodes // 64)), torch.int64),
-        output_counts=(output_counts, (batch, vocab), torch.int32),
-        prompt_seen=(prompt_seen, (batch, vocab), torch.bool),
-        repetition=(repetition, (batch,), torch.float32),
-        presence=(presence, (batch,), torch.float32),
-        frequency=(frequency, (batch,), torch.float32),
-        bias=(bias, (batch, vocab), torch.float32),
-    )
     call = Penalties(logits, tokens, mask, output_counts, prompt_seen, repetition, presence, frequency, bias)
+    expect_fields(call, others=dict(logits=logits), B=batch, N=num_nodes, V=vocab)
     dispatch("apply_penalties", __package__, impl, logits, kernel="kernel_logits")(call)
 
 
@@ -191,23 +176,9 @@ def forbid_tokens(
     """
     expect_rows("logits", logits, (None, None, None), *LOGITS)
     batch, num_nodes = logits.shape[:2]
-    expect_shape("history", history, (batch, None))
-    expect_dtype("history", history, torch.int64)
-    expect_shape("words", words, (batch, None, None))
-    expect_tensors(
-        {"logits": logits, "history": history},
-        tokens=(tokens, (batch, num_nodes), torch.int64),
-        mask=(mask, (batch, num_nodes, -(-num_nodes // 64)), torch.int64),
-        positions=(positions, (batch, num_nodes), torch.int64),
-        lengths=(lengths, (batch,), torch.int64),
-        words=(words, (batch, None, None), torch.int64),
-        until=(until, tuple(words.shape[:2]), torch.int64),
-    )
-    if words.shape[-1] < 1:
-        raise ValueError(f"words: expected sequences of at least 1 token, got shape {list(words.shape)}")
-    if history.stride(1) != 1:
-        raise ValueError(f"history: expected stride 1 in the last dimension, got strides {history.stride()}")
     call = Forbidden(logits, tokens, mask, positions, history, lengths, words, until)
+    expect_fields(call, ("history",), others=dict(logits=logits), B=batch, N=num_nodes)
+    expect_at_least_one(**{"tokens of the sequences in words": words.shape[-1]})
     dispatch("forbid_tokens", __package__, impl, logits, kernel="kernel_logits")(call)
 
 
@@ -230,12 +201,8 @@ def mask_tokens(logits: Tensor, bits: Tensor, constrained: Tensor, *, impl: str 
 def expect_rows(name: str, values: Tensor, shape: Sequence[int | None], *dtypes: torch.dtype) -> None:
     """Raise ValueError unless `values` [..., V] are rows that a kernel can read: the vocabulary contiguous and not
     empty, the dimensions before it mergeable into one strided dimension."""
-    expect_shape(name, values, shape)
-    expect_dtype(name, values, *dtypes)
-    if values.shape[-1] < 1:
-        raise ValueError(f"{name}: expected a vocabulary of at least 1, got shape {list(values.shape)}")
-    if values.shape[-1] > 1 and values.stride(-1) != 1:
-        raise ValueError(f"{name}: expected stride 1 in the vocabulary dimension, got strides {values.stride()}")
+    expect_strided(**{name: (values, shape, dtypes)})
+    expect_at_least_one(**{f"vocabulary of {name}": values.shape[-1]})
     if values.ndim == 3:
         batch, num_nodes = values.shape[:2]
         if batch > 1 and num_nodes > 1 and values.stride(0) != num_nodes * values.stride(1):

@@ -277,7 +277,6 @@ _SHIPPED: dict[str, Any] = dict(catches="the shipped vocabulary", vocab=151936)
 CASES = (
     _pick("pick_empty", catches="launch on an empty grid", rows=0, vocab=9),
     _pick("pick_vocab_1", catches="a scan of one entry", gate=True, rows=3, vocab=1),
-    _pick("pick_vocab_2", catches="off by one in the scan", rows=5, vocab=2),
     _pick("pick_vocab_100", catches="lanes past the vocabulary", gate=True, rows=33, vocab=100),
     _pick("pick_tile_edge", catches="an empty second tile", gate=True, rows=6, vocab=2048),
     _pick("pick_tile_plus_one", catches="a tile of one token", rows=6, vocab=2049),
@@ -328,7 +327,6 @@ CASES = (
     _penalised("penalties_words", catches="the second mask word", batch=1, num_nodes=66, vocab=20),
     _penalised("penalties_tiles", catches="tokens of a second tile", batch=2, num_nodes=3, vocab=8200),
     case_of("count_tokens", _counts, "count_tokens", "equal tokens lose one", gate=True, batch=7, width=9, vocab=5),
-    case_of("count_tokens", _counts, "count_one", "a single token", batch=3, width=1, vocab=100),
     _forbids("forbid_empty", catches="empty grid", batch=0, num_nodes=3, vocab=9, count=2, width=2),
     _forbids("forbid_none", catches="no sequences", batch=2, num_nodes=3, vocab=9, count=0, width=2),
     _forbids("forbid_tokens", catches="until off by one", gate=True, batch=5, num_nodes=4, vocab=9, count=3, width=1),

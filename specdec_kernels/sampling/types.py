@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-import torch
 from torch import Tensor
-
-from specdec_kernels.checks import Expected
 
 # Third counter word of the Philox generator: one number per use of randomness, so that no two uses share words.
 TARGET_STREAM = 0  # the target's own token at a position
@@ -22,11 +19,11 @@ class SamplingTensors(NamedTuple):
     """How tokens are sampled: one entry per request, or per row in `pick_tokens`. Without a temperature all is greedy.
     The filters act in the order of the fields. They do not move an argmax, so greedy entries ignore them."""
 
-    temperature: Tensor | None = None  # [B] float32; above 0 samples, else the argmax; None is 0 for all
-    top_k: Tensor | None = None  # [B] int32; <= 0 or >= V is off
-    top_p: Tensor | None = None  # [B] float32; >= 1 or NaN is off, <= 0 keeps the largest only
-    min_p: Tensor | None = None  # [B] float32; <= 0 or NaN is off, above 1 counts as 1
-    seeds: Tensor | None = None  # [B] int64, any value; needed to sample unless uniforms are given
+    temperature: Annotated[Tensor | None, "B float32"] = None  # above 0 samples, else the argmax; None is 0 for all
+    top_k: Annotated[Tensor | None, "B int32"] = None  # <= 0 or >= V is off
+    top_p: Annotated[Tensor | None, "B float32"] = None  # >= 1 or NaN is off, <= 0 keeps the largest only
+    min_p: Annotated[Tensor | None, "B float32"] = None  # <= 0 or NaN is off, above 1 counts as 1
+    seeds: Annotated[Tensor | None, "B int64"] = None  # any value; needed to sample unless uniforms are given
 
     @property
     def filters(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -35,13 +32,6 @@ class SamplingTensors(NamedTuple):
     @property
     def filtered(self) -> bool:
         return any(tensor is not None for tensor in self.filters)
-
-    def expected(self, requests: int) -> dict[str, Expected]:
-        """The shapes and dtypes of tensors of `requests` entries, for `expect_tensors`."""
-        dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
-        return {
-            name: (tensor, (requests,), dtype) for name, tensor, dtype in zip(self._fields, self, dtypes, strict=True)
-        }
 
     def repeated(self, times: int) -> SamplingTensors:
         """Each request's entries for `times` rows."""
@@ -60,24 +50,24 @@ class Penalties(NamedTuple):
     """The checked arguments of `apply_penalties`, which describes them."""
 
     logits: Tensor
-    tokens: Tensor
-    mask: Tensor
-    output_counts: Tensor
-    prompt_seen: Tensor | None
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    bias: Tensor | None
+    tokens: Annotated[Tensor, "B N int64"]
+    mask: Annotated[Tensor, "B N N/64 int64"]
+    output_counts: Annotated[Tensor, "B V int32"]
+    prompt_seen: Annotated[Tensor | None, "B V bool"]
+    repetition: Annotated[Tensor, "B float32"]
+    presence: Annotated[Tensor, "B float32"]
+    frequency: Annotated[Tensor, "B float32"]
+    bias: Annotated[Tensor | None, "B V float32"]
 
 
 class Forbidden(NamedTuple):
     """The checked arguments of `forbid_tokens`, which describes them."""
 
     logits: Tensor
-    tokens: Tensor
-    mask: Tensor
-    positions: Tensor
-    history: Tensor
-    lengths: Tensor
-    words: Tensor
-    until: Tensor
+    tokens: Annotated[Tensor, "B N int64"]
+    mask: Annotated[Tensor, "B N N/64 int64"]
+    positions: Annotated[Tensor, "B N int64"]
+    history: Annotated[Tensor, "B C int64"]
+    lengths: Annotated[Tensor, "B int64"]
+    words: Annotated[Tensor, "B W K int64"]
+    until: Annotated[Tensor, "B W int64"]

@@ -1,15 +1,19 @@
-"""Links, positions and masks of draft trees, and which candidates of a drafter become their nodes.
-
-`impl` is `auto`, `triton` or `reference`. Every function raises ValueError where a shape, dtype, stride, device or size
-does not fit, and RuntimeError for `impl="triton"` where no kernel can run.
-"""
+"""Links, positions and masks of draft trees, and which candidates of a drafter become their nodes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_at_least, expect_between, expect_dtype, expect_shape, expect_tensors
+from specdec_kernels.checks import (
+    expect_at_least,
+    expect_at_least_one,
+    expect_between,
+    expect_fields,
+    expect_shape,
+    expect_strided,
+    expect_tensors,
+)
 from specdec_kernels.launch import dispatch
 from specdec_kernels.tree.types import (
     MAX_NODES,
@@ -48,8 +52,7 @@ def build_tree(parents: Tensor, lengths: Tensor, impl: str = "auto") -> TreeLink
 def build_chain(lengths: Tensor, num_nodes: int, impl: str = "auto") -> TreeLinks:
     """`build_tree` of chains of `num_nodes` nodes: node i is the child of node i - 1. `lengths` [B] int64."""
     expect_tensors(lengths=(lengths, (None,), torch.int64))
-    if num_nodes < 1:
-        raise ValueError(f"num_nodes: expected at least 1 (the root), got {num_nodes}")
+    expect_at_least_one(num_nodes=num_nodes)
     return dispatch("build_chain", __package__, impl, lengths)(lengths, num_nodes)
 
 
@@ -64,23 +67,16 @@ def links_from_mask(mask: Tensor, lengths: Tensor, impl: str = "auto") -> TreeLi
             contiguous, 1 <= N <= 256.
         lengths: [B] int64, committed tokens of each request.
     """
-    expect_dtype("mask", mask, torch.int64, torch.bool)
-    expect_shape("mask", mask, (None, None, None))
-    num_nodes = mask.shape[1]
-    expect_nodes("mask", num_nodes)
-    columns = mask_words(num_nodes) if mask.dtype == torch.int64 else num_nodes
-    expect_tensors(mask=(mask, (None, num_nodes, columns), mask.dtype), lengths=(lengths, mask.shape[:1], torch.int64))
+    _expect_mask(mask, torch.int64, torch.bool)
+    expect_tensors({"mask": mask}, lengths=(lengths, mask.shape[:1], torch.int64))
     return dispatch("links_from_mask", __package__, impl, mask)(mask, lengths)
 
 
 def tree_parents(mask: Tensor, impl: str = "auto") -> Tensor:
     """[B, N] int32: the parents of trees from masks [B, N, ceil(N/64)] int64 as in `TreeLinks`: the last node before a
     node that it sees, -1 for the root and for unused nodes."""
-    expect_shape("mask", mask, (None, None, None))
-    expect_nodes("mask", mask.shape[1])
-    expect_tensors(mask=(mask, (None, mask.shape[1], mask_words(mask.shape[1])), torch.int64))
-    parents: Tensor = dispatch("tree_parents", __package__, impl, mask)(mask)
-    return parents
+    _expect_mask(mask, torch.int64)
+    return dispatch("tree_parents", __package__, impl, mask)(mask)
 
 
 def merge_trees(
@@ -101,12 +97,10 @@ def merge_trees(
         other_tokens=(other_tokens, (batch, None), torch.int64),
         other_parents=(other_parents, (batch, other_tokens.shape[-1]), torch.int32),
     )
-    for name, size in (("tokens", tokens.shape[1]), ("other_tokens", other_tokens.shape[1])):
+    first, second = tokens.shape[1], other_tokens.shape[1]
+    for name, size in dict(tokens=first, other_tokens=second, union=first + second - 1).items():
         expect_nodes(name, size)
-    expect_nodes("union", tokens.shape[1] + other_tokens.shape[1] - 1)
-    merge = dispatch("merge_trees", __package__, impl, tokens)
-    merged: MergedTree = merge(tokens, parents, other_tokens, other_parents)
-    return merged
+    return dispatch("merge_trees", __package__, impl, tokens)(tokens, parents, other_tokens, other_parents)
 
 
 def draft_topk(logits: Tensor, k: int, temperature: Tensor | None = None, impl: str = "auto") -> DraftTopk:
@@ -120,10 +114,7 @@ def draft_topk(logits: Tensor, k: int, temperature: Tensor | None = None, impl: 
         k: 1 to 64.
         temperature: [R] float32 or None for 1.
     """
-    expect_shape("logits", logits, (None, None))
-    expect_dtype("logits", logits, torch.float32, torch.float16, torch.bfloat16)
-    if logits.shape[-1] > 1 and logits.stride(-1) != 1:
-        raise ValueError(f"logits: expected stride 1 in the last dimension, got strides {logits.stride()}")
+    expect_strided(logits=(logits, (None, None), (torch.float32, torch.float16, torch.bfloat16)))
     expect_between("k", k, 1, min(MAX_CHILDREN, logits.shape[1]))
     expect_tensors({"logits": logits}, temperature=(temperature, logits.shape[:1], torch.float32))
     return dispatch("draft_topk", __package__, impl, logits, kernel="kernel_topk")(logits, k, temperature)
@@ -164,26 +155,13 @@ def sample_children(
         replacement: whether siblings may carry one token.
         uniforms: [B, N] float64 in [0, 1), one per node, replaces the generator.
     """
-    expect_tensors(tokens=(tokens, (None, None), torch.int64), probs=(probs, (None, None, None), torch.float32))
-    batch, num_nodes = tokens.shape
-    expect_tensors(
-        {"tokens": tokens},
-        probs=(probs, (batch, None, None), torch.float32),
-        children=(children, (None, None), torch.int32),
-        rows=(rows, children.shape[:1], torch.int32),
-        top_tokens=(top_tokens, (batch, probs.shape[1], None), torch.int64),
-        temperature=(temperature, (batch,), torch.float32),
-        seeds=(seeds, (batch,), torch.int64),
-        positions=(positions, (batch,), torch.int64),
-        uniforms=(uniforms, (batch, num_nodes), torch.float64),
-    )
-    for name, size in (("V of probs", probs.shape[2]), ("C of top_tokens", top_tokens.shape[2])):
-        expect_at_least(name, size, 1)
-    if uniforms is None and (seeds is None or positions is None):
-        raise ValueError("sample_children: expected seeds and positions, or uniforms; got neither")
     call = ChildSampling(
         tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms, replacement
     )  # fmt: skip
+    expect_fields(call)
+    expect_at_least_one(**{"V of probs": probs.shape[2], "C of top_tokens": top_tokens.shape[2]})
+    if uniforms is None and (seeds is None or positions is None):
+        raise ValueError("sample_children: expected seeds and positions, or uniforms; got neither")
     dispatch("sample_children", __package__, impl, probs, kernel="kernel_sample")(call)
 
 
@@ -219,26 +197,19 @@ def expand_tree(
         root_is_stored: slot 0 is the root, which all nodes see.
         vocabulary: [V] int64: what is added to id i of `tokens` to give the target's id; None adds nothing.
     """
-    expect_tensors(probs=(probs, (None, None, None), torch.float32))
-    batch, parents, children = probs.shape
-    offered = candidates.path_scores.shape[-1]
-    expect_tensors(
-        {"probs": probs},
-        tokens=(tokens, probs.shape, torch.int64),
-        path_scores=(candidates.path_scores, (batch, None), torch.float32),
-        candidate_tokens=(candidates.tokens, (batch, offered), torch.int64),
-        candidate_parents=(candidates.parents, (batch, offered), torch.int32),
-        vocabulary=(vocabulary, (None,), torch.int64),
-        mask=(mask, (batch, width, None), torch.int64),
-    )
-    expect_between("P * C of probs", parents * children, 1, MAX_CANDIDATES)
-    expect_between("first", first, 0, offered - parents * children)
-    expect_between("width", width, 0, min(MAX_CHILDREN, parents * children))
-    _check_frontier(frontier, batch, parents)
-    _check_mask(mask, width, slot, 0 if frontier is None else frontier.mask.shape[2])
     call = Expansion(frontier, probs, tokens, candidates, first, width, mask, slot, root_is_stored, vocabulary)
-    expanded: Frontier | None = dispatch("expand_tree", __package__, impl, probs, kernel="kernel_selection")(call)
-    return expanded
+    expect_fields(call, T=width)
+    batch, parents, children = probs.shape
+    expect_fields(candidates, others=dict(probs=probs), B=batch)
+    if frontier is not None:
+        expect_fields(frontier, others=dict(probs=probs), B=batch, P=parents)
+    elif parents != 1:
+        raise ValueError(f"probs: expected one parent without a frontier, got {parents}")
+    expect_between("P * C of probs", parents * children, 1, MAX_CANDIDATES)
+    expect_between("first", first, 0, candidates.path_scores.shape[1] - parents * children)
+    expect_between("width", width, 0, min(MAX_CHILDREN, parents * children))
+    _check_mask(mask, width, slot, 0 if frontier is None else frontier.mask.shape[2])
+    return dispatch("expand_tree", __package__, impl, probs, kernel="kernel_selection")(call)
 
 
 def _check_mask(mask: Tensor | None, width: int, slot: int, seen_words: int) -> None:
@@ -248,19 +219,6 @@ def _check_mask(mask: Tensor | None, width: int, slot: int, seen_words: int) -> 
         least = max(mask_words(slot + width), seen_words)
         expect_between("W of mask", mask.shape[2], least, max(least, mask.shape[2]))
         expect_at_least("slot", slot, 0)
-
-
-def _check_frontier(frontier: Frontier | None, batch: int, parents: int) -> None:
-    if frontier is None:
-        if parents != 1:
-            raise ValueError(f"probs: expected one parent without a frontier, got {parents}")
-        return
-    rows = (batch, parents)
-    expect_tensors(
-        scores=(frontier.scores, rows, torch.float32),
-        frontier_candidates=(frontier.candidates, rows, torch.int32),
-        frontier_mask=(frontier.mask, (*rows, None), torch.int64),
-    )
 
 
 def rerank_tree(
@@ -318,6 +276,14 @@ def best_first_tree(
     expect_nodes("num_nodes", num_nodes)
     grow = dispatch("best_first_tree", __package__, impl, probs, kernel="kernel_selection")
     return grow(probs, tokens, last_tokens, num_nodes)
+
+
+def _expect_mask(mask: Tensor, *dtypes: torch.dtype) -> None:
+    expect_shape("mask", mask, (None, None, None))
+    num_nodes = mask.shape[1]
+    expect_nodes("mask", num_nodes)
+    columns = num_nodes if mask.dtype == torch.bool else mask_words(num_nodes)
+    expect_tensors(mask=(mask, (None, num_nodes, columns), dtypes))
 
 
 def expect_nodes(name: str, num_nodes: int) -> None:

@@ -1,6 +1,7 @@
 """Draft-tree links on the device: every lane is one node and follows its own ancestors.
 
-First children and next siblings are minima over node indices, found by comparing a block of nodes with every block.
+First children and next siblings are minima over node indices, found by comparing a block of nodes with every block; of
+a chain they are known.
 The union of two trees has one program per request: the nodes of the second tree are taken one after the other.
 """
 
@@ -36,42 +37,10 @@ def word_bit(node, word):
 
 
 @triton.jit
-def _store_links(
-    lengths_ptr, first_child_ptr, next_sibling_ptr, depth_ptr, positions_ptr, mask_ptr, batch, request, node, word,
-    first_child, next_sibling, depth, bits,
-    NODES: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """Store all fields of `TreeLinks`; a link of NODES or more is none."""
-    live = (request < batch) & (node < NODES)
-    row = request.to(tl.int64) * NODES
-    length = tl.load(lengths_ptr + request, mask=request < batch, other=0)
-    tl.store(first_child_ptr + row + node, tl.where(first_child < NODES, first_child, -1), mask=live)
-    tl.store(next_sibling_ptr + row + node, tl.where(next_sibling < NODES, next_sibling, -1), mask=live)
-    tl.store(depth_ptr + row + node, depth, mask=live)
-    tl.store(positions_ptr + row + node, length + depth, mask=live)
-    mask_row = ((row + node) * WORDS)[:, :, None]
-    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
-
-
-@triton.jit(do_not_specialize=["batch"])
-def _tree_kernel(
-    parents_ptr,  # [B, N] int32
-    lengths_ptr,  # [B] int64
-    first_child_ptr,  # [B, N] int32
-    next_sibling_ptr,  # [B, N] int32
-    depth_ptr,  # [B, N] int32
-    positions_ptr,  # [B, N] int64
-    mask_ptr,  # [B, N, WORDS] int64
-    batch,
-    NODES: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+def _tree_links(
+    parents_ptr, request, node, word, batch, NODES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    request = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B))[:, None]
-    node = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    word = tl.arange(0, BLOCK_W)[None, None, :]
+    """First child and next sibling, NODES or more where there is none, depth and mask bits of each node."""
     live = (request < batch) & (node < NODES)
     row = request.to(tl.int64) * NODES
     parent = _load_parent(parents_ptr, row, node, live)
@@ -97,15 +66,23 @@ def _tree_kernel(
         is_sibling = (of_other == parent[:, :, None]) & (of_other >= 0) & (other_index > node[:, :, None])
         first_child = tl.minimum(first_child, tl.min(tl.where(is_child, other_index, NODES), 2))
         next_sibling = tl.minimum(next_sibling, tl.min(tl.where(is_sibling, other_index, NODES), 2))
+    return first_child, next_sibling, depth, bits
 
-    _store_links(
-        lengths_ptr, first_child_ptr, next_sibling_ptr, depth_ptr, positions_ptr, mask_ptr, batch, request, node, word,
-        first_child, next_sibling, depth, bits, NODES, WORDS,
-    )  # fmt: skip
+
+@triton.jit
+def _chain_links(node, word, NODES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`_tree_links` of chains."""
+    depth = node + tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
+    seen_in_word = depth[:, :, None] + 1 - word * _WORD_BITS
+    one = tl.full((1,), 1, tl.int64)
+    low_ones = (one << tl.minimum(tl.maximum(seen_in_word, 0), _WORD_BITS - 1).to(tl.int64)) - 1
+    bits = tl.where(seen_in_word >= _WORD_BITS, -one, low_ones)
+    return depth + 1, depth * 0 + NODES, depth, bits
 
 
 @triton.jit(do_not_specialize=["batch"])
-def _chain_kernel(
+def _links_kernel(
+    parents_ptr,  # [B, N] int32, or None for chains
     lengths_ptr,  # [B] int64
     first_child_ptr,  # [B, N] int32
     next_sibling_ptr,  # [B, N] int32
@@ -122,17 +99,21 @@ def _chain_kernel(
     request = (tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B))[:, None]
     node = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     word = tl.arange(0, BLOCK_W)[None, None, :]
-    depth = node + tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
-
-    seen_in_word = depth[:, :, None] + 1 - word * _WORD_BITS
-    one = tl.full((1,), 1, tl.int64)
-    low_ones = (one << tl.minimum(tl.maximum(seen_in_word, 0), _WORD_BITS - 1).to(tl.int64)) - 1
-    bits = tl.where(seen_in_word >= _WORD_BITS, -one, low_ones)
-
-    _store_links(
-        lengths_ptr, first_child_ptr, next_sibling_ptr, depth_ptr, positions_ptr, mask_ptr, batch, request, node, word,
-        depth + 1, depth * 0 + NODES, depth, bits, NODES, WORDS,
-    )  # fmt: skip
+    if parents_ptr is not None:
+        first_child, next_sibling, depth, bits = _tree_links(
+            parents_ptr, request, node, word, batch, NODES, BLOCK_B, BLOCK_N
+        )
+    else:
+        first_child, next_sibling, depth, bits = _chain_links(node, word, NODES, BLOCK_B, BLOCK_N)
+    live = (request < batch) & (node < NODES)
+    row = request.to(tl.int64) * NODES
+    length = tl.load(lengths_ptr + request, mask=request < batch, other=0)
+    tl.store(first_child_ptr + row + node, tl.where(first_child < NODES, first_child, -1), mask=live)
+    tl.store(next_sibling_ptr + row + node, tl.where(next_sibling < NODES, next_sibling, -1), mask=live)
+    tl.store(depth_ptr + row + node, depth, mask=live)
+    tl.store(positions_ptr + row + node, length + depth, mask=live)
+    mask_row = ((row + node) * WORDS)[:, :, None]
+    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
 
 
 @triton.jit
@@ -218,27 +199,28 @@ def _merge_kernel(
     tl.store(out_parents_ptr + out + node, parent, mask=live)
 
 
-def build_tree(parents: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
-    """See `specdec_kernels.tree.build_tree`."""
-    batch, num_nodes = parents.shape
-    links = _empty_links(lengths, num_nodes)
+def build_tree(parents: torch.Tensor | None, lengths: torch.Tensor, num_nodes: int | None = None) -> TreeLinks:
+    """Without parents, of chains of `num_nodes` nodes."""
+    num_nodes = parents.shape[1] if parents is not None else num_nodes or 0
+    (batch,), words = lengths.shape, mask_words(num_nodes)
+    dtypes = (torch.int32, torch.int32, torch.int32, torch.int64)
+    links = TreeLinks(
+        *(lengths.new_empty((batch, num_nodes), dtype=dtype) for dtype in dtypes),
+        lengths.new_empty((batch, num_nodes, words)),
+    )
     grid, num_warps, blocks = _plan(lengths, num_nodes)
-    blocks |= _word_blocks(num_nodes)
-    launch(_tree_kernel, grid, parents, lengths, *links, batch, num_warps=num_warps, **blocks)
+    launch(
+        _links_kernel, grid, parents, lengths, *links, batch, num_warps=num_warps, WORDS=words,
+        BLOCK_W=triton.next_power_of_2(words), **blocks,
+    )  # fmt: skip
     return links
 
 
 def build_chain(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
-    """See `specdec_kernels.tree.build_chain`."""
-    links = _empty_links(lengths, num_nodes)
-    grid, num_warps, blocks = _plan(lengths, num_nodes)
-    blocks |= _word_blocks(num_nodes)
-    launch(_chain_kernel, grid, lengths, *links, lengths.shape[0], num_warps=num_warps, **blocks)
-    return links
+    return build_tree(None, lengths, num_nodes)
 
 
 def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
-    """See `specdec_kernels.tree.links_from_mask`."""
     return build_tree(tree_parents(mask), lengths)
 
 
@@ -258,7 +240,6 @@ def tree_parents(mask: torch.Tensor) -> torch.Tensor:
 def merge_trees(
     tokens: torch.Tensor, parents: torch.Tensor, other_tokens: torch.Tensor, other_parents: torch.Tensor
 ) -> MergedTree:
-    """See `specdec_kernels.tree.merge_trees`."""
     (batch, first), second = tokens.shape, other_tokens.shape[1]
     size = first + second - 1
     merged = MergedTree(tokens.new_empty(batch, size), parents.new_empty(batch, size))
@@ -268,20 +249,6 @@ def merge_trees(
         SECOND=second, BLOCK_N=lanes(size), BLOCK_S=lanes(second),
     )  # fmt: skip
     return merged
-
-
-def _empty_links(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
-    shape = (lengths.shape[0], num_nodes)
-    return TreeLinks(
-        *(torch.empty(shape, dtype=torch.int32, device=lengths.device) for _ in range(3)),
-        torch.empty(shape, dtype=torch.int64, device=lengths.device),
-        torch.empty(*shape, mask_words(num_nodes), dtype=torch.int64, device=lengths.device),
-    )
-
-
-def _word_blocks(num_nodes: int) -> dict[str, int]:
-    words = mask_words(num_nodes)
-    return dict(WORDS=words, BLOCK_W=triton.next_power_of_2(words))
 
 
 def _plan(requests: torch.Tensor, num_nodes: int) -> tuple[tuple[int, int], int, dict[str, int]]:

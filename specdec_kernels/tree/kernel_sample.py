@@ -117,7 +117,6 @@ def _sample_children_kernel(
 
 
 def sample_children(call: ChildSampling) -> None:
-    """See `specdec_kernels.tree.sample_children`."""
     (batch, num_rows, vocab), (parents, count) = call.probs.shape, call.children.shape
     config = CONFIGS[current_chip(call.probs)]
     width, groups, block_g = d.grouping(vocab, config.sample_width)

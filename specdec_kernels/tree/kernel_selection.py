@@ -227,7 +227,6 @@ def _best_first_kernel(
 
 
 def expand_tree(call: Expansion) -> Frontier | None:
-    """See `specdec_kernels.tree.expand_tree`."""
     frontier, probs, mask, width = call.frontier, call.probs, call.mask, call.width
     batch, parents, children = probs.shape
     before = (None, None, None) if frontier is None else (frontier.scores, frontier.candidates, frontier.mask)
@@ -250,9 +249,8 @@ def expand_tree(call: Expansion) -> Frontier | None:
 def rerank_tree(
     path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int
 ) -> Selection:
-    """See `specdec_kernels.tree.rerank_tree`."""
     batch, candidates = path_scores.shape
-    selection = _empty_selection(last_tokens, num_nodes)
+    selection = empty_selection(last_tokens, num_nodes)
     block_m = _lanes(candidates)
     launch(
         _rerank_kernel, (batch,), path_scores, tokens, parents, last_tokens, *selection,
@@ -263,9 +261,8 @@ def rerank_tree(
 
 
 def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int) -> Selection:
-    """See `specdec_kernels.tree.best_first_tree`."""
     batch, depths, children = probs.shape
-    selection = _empty_selection(last_tokens, num_nodes)
+    selection = empty_selection(last_tokens, num_nodes)
     # One warp: a step is a few reductions in a row, and within a warp they need no barrier.
     launch(
         _best_first_kernel, (batch,), probs, tokens, last_tokens, *selection,
@@ -274,7 +271,7 @@ def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torc
     return selection
 
 
-def _empty_selection(last_tokens: torch.Tensor, num_nodes: int) -> Selection:
+def empty_selection(last_tokens: torch.Tensor, num_nodes: int) -> Selection:
     shape = (last_tokens.shape[0], num_nodes)
     dtypes = (torch.int64, torch.int32, torch.int32, torch.float32)
     return Selection(*(last_tokens.new_empty(shape, dtype=dtype) for dtype in dtypes))

@@ -141,7 +141,6 @@ def _topk_merge_kernel(
 
 
 def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = None) -> DraftTopk:
-    """See `specdec_kernels.tree.draft_topk`."""
     rows, vocab = logits.shape
     chip = current_chip(logits)
     config = CONFIGS[chip]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
@@ -41,19 +41,19 @@ class MergedTree(NamedTuple):
 class Candidates(NamedTuple):
     """Everything that a drafter has offered so far, filled level by level; M is all that it will offer."""
 
-    path_scores: Tensor  # [B, M] float32
-    tokens: Tensor  # [B, M] int64
-    parents: Tensor  # [B, M] int32, candidate id of the parent, -1 for the root
+    path_scores: Annotated[Tensor, "B M float32"]
+    tokens: Annotated[Tensor, "B M int64"]
+    parents: Annotated[Tensor, "B M int32"]  # candidate id of the parent, -1 for the root
 
 
 class Frontier(NamedTuple):
     """The candidates of one level that are run next, the best first."""
 
-    scores: Tensor  # [B, T] float32, falling
-    candidates: Tensor  # [B, T] int32, candidate ids
+    scores: Annotated[Tensor, "B P float32"]  # falling
+    candidates: Annotated[Tensor, "B P int32"]  # candidate ids
     tokens: Tensor  # [B, T] int64
     parents: Tensor  # [B, T] int64, column of the parent in the frontier before; 0 under the root
-    mask: Tensor  # [B, T, W] int64, bit j: slot j is seen
+    mask: Annotated[Tensor, "B P * int64"]  # bit j: slot j is seen
 
 
 class DraftTopk(NamedTuple):
@@ -66,15 +66,15 @@ class DraftTopk(NamedTuple):
 class ChildSampling(NamedTuple):
     """The checked arguments of `sample_children`, which describes them."""
 
-    tokens: Tensor
-    probs: Tensor
-    children: Tensor
-    rows: Tensor
-    top_tokens: Tensor
-    temperature: Tensor
-    seeds: Tensor | None
-    positions: Tensor | None
-    uniforms: Tensor | None
+    tokens: Annotated[Tensor, "B N int64"]
+    probs: Annotated[Tensor, "B R V float32"]
+    children: Annotated[Tensor, "P K int32"]
+    rows: Annotated[Tensor, "P int32"]
+    top_tokens: Annotated[Tensor, "B R C int64"]
+    temperature: Annotated[Tensor, "B float32"]
+    seeds: Annotated[Tensor | None, "B int64"]
+    positions: Annotated[Tensor | None, "B int64"]
+    uniforms: Annotated[Tensor | None, "B N float64"]
     replacement: bool
 
 
@@ -82,15 +82,15 @@ class Expansion(NamedTuple):
     """The checked arguments of `expand_tree`, which describes them."""
 
     frontier: Frontier | None
-    probs: Tensor
-    tokens: Tensor
+    probs: Annotated[Tensor, "B P C float32"]
+    tokens: Annotated[Tensor, "B P C int64"]
     candidates: Candidates
     first: int
     width: int
-    mask: Tensor | None
+    mask: Annotated[Tensor | None, "B T * int64"]
     slot: int
     root_is_stored: bool
-    vocabulary: Tensor | None
+    vocabulary: Annotated[Tensor | None, "* int64"]
 
 
 def mask_words(num_nodes: int) -> int:

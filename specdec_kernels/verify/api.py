@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_at_least, expect_choice, expect_tensors
+from specdec_kernels.checks import expect_at_least, expect_choice, expect_fields, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.sampling.api import LOGITS, expect_randomness, expect_rows
 from specdec_kernels.sampling.types import SamplingTensors
@@ -72,10 +72,6 @@ def accept(
         draft_rows: [B, N] int32, for trees: the row of `draft_probs` that each node's children were sampled from,
             outside 0 to R - 1 for none. Without it row n belongs to node n, and R = N - 1.
         return_logprobs: fill `logprobs`: log softmax(logits) at temperature 1, unfiltered.
-
-    Raises:
-        ValueError: unknown rule, arguments that do not fit it, wrong shape, dtype, strides or device.
-        RuntimeError: `impl="triton"` where no kernel can run.
     """
     values = logits if probs is None else probs
     if values is None or (logits is not None and probs is not None):
@@ -89,8 +85,7 @@ def accept(
     if probs is not None and sampling.temperature is None and rule != "greedy":
         call = call._replace(sampling=sampling._replace(temperature=torch.ones(len(tokens), device=tokens.device)))
     _check_tensors(call)
-    accepted: Accepted = dispatch("accept", __package__, impl, values)(call)
-    return accepted
+    return dispatch("accept", __package__, impl, values)(call)
 
 
 def accept_targets(
@@ -105,8 +100,7 @@ def accept_targets(
     expect_tensors(
         {**tree._asdict(), "tokens": tokens, "lengths": lengths}, targets=(targets, tokens.shape, torch.int64)
     )
-    follow = dispatch("accept_targets", __package__, impl, tokens)
-    return follow(tokens, tree, targets, lengths, max_depth)
+    return dispatch("accept_targets", __package__, impl, tokens)(tokens, tree, targets, lengths, max_depth)
 
 
 def _check_links(tokens: Tensor, tree: TreeLinks, lengths: Tensor, max_depth: int) -> None:
@@ -150,12 +144,7 @@ def _check_tensors(call: Verification) -> None:
     (batch, num_nodes), values, tree = call.tokens.shape, call.values, call.tree
     name, dtypes = ("probs", (torch.float32,)) if call.probabilities else ("logits", LOGITS)
     expect_rows(name, values, (batch, num_nodes, None), *dtypes)
-    draft_rows = num_nodes - 1 if call.draft_rows is None else None
-    expect_tensors(
-        {**tree._asdict(), "tokens": call.tokens, "lengths": call.lengths, name: values},
-        **call.sampling.expected(batch),
-        uniforms=(call.uniforms, (batch, num_nodes + (call.rule in SAMPLED_RULES)), torch.float64),
-        draft_probs=(call.draft_probs, (batch, draft_rows, values.shape[-1]), torch.float32),
-        draft_rows=(call.draft_rows, (batch, num_nodes), torch.int32),
-    )
+    others, rows = {**tree._asdict(), name: values}, {} if call.draft_rows is not None else dict(R=num_nodes - 1)
+    expect_fields(call.sampling, others=others, B=batch)
+    expect_fields(call, others=others, U=num_nodes + (call.rule in SAMPLED_RULES), V=values.shape[-1], **rows)
     expect_randomness(call.sampling, tree.positions, call.uniforms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
@@ -24,15 +24,15 @@ class Verification(NamedTuple):
     """The checked arguments of `accept`, which describes them."""
 
     rule: str
-    tokens: Tensor
+    tokens: Annotated[Tensor, "B N int64"]
     tree: TreeLinks
     values: Tensor  # logits, or with `probabilities` target probabilities
-    lengths: Tensor
+    lengths: Annotated[Tensor, "B int64"]
     max_depth: int
     sampling: SamplingTensors
-    uniforms: Tensor | None
-    draft_probs: Tensor | None
-    draft_rows: Tensor | None
+    uniforms: Annotated[Tensor | None, "B U float64"]
+    draft_probs: Annotated[Tensor | None, "B R V float32"]
+    draft_rows: Annotated[Tensor | None, "B N int32"]
     probabilities: bool
     return_logprobs: bool
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from math import inf, nan
+from typing import Annotated, NamedTuple
 
 import pytest
+import torch
 
-from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
+from specdec_kernels.checks import expect_at_least, expect_between, expect_choice, expect_fields
 
 
 @pytest.mark.parametrize(("value", "fits"), [(2, False), (3, True), (5, True), (6, False), (nan, False), (None, False)])
@@ -42,3 +44,27 @@ def test_a_choice_is_one_of_the_options() -> None:
     expect_choice("impl", "auto", ("auto", "triton"))
     with pytest.raises(ValueError, match="^impl: expected one of auto, triton, got 'cuda'$"):
         expect_choice("impl", "cuda", ("auto", "triton"))
+
+
+class Call(NamedTuple):
+    tokens: Annotated[torch.Tensor, "B N int64"]
+    mask: Annotated[torch.Tensor | None, "B N N/64 int32|int64"] = None
+    plain: int = 0
+
+
+def test_fields_have_their_declared_forms() -> None:
+    tokens = torch.zeros(2, 70, dtype=torch.int64)
+    expect_fields(Call(tokens, torch.zeros(2, 70, 2, dtype=torch.int32)), B=2)
+    for call, sizes, message in (
+        (Call(tokens), dict(B=3), r"tokens: expected shape \[3, 70\], got \[2, 70\]"),
+        (Call(tokens[0]), {}, r"tokens: expected shape \[\*, \*\], got \[70\]"),
+        (Call(tokens.float()), {}, "tokens: expected dtype torch.int64, got torch.float32"),
+        (Call(tokens[:, ::2]), {}, "tokens: expected a contiguous tensor"),
+        (Call(tokens, torch.zeros(2, 70, 1).long()), {}, r"mask: expected shape \[2, 70, 2\], got \[2, 70, 1\]"),
+        (Call(tokens, torch.zeros(2, 70, 2)), {}, "mask: expected dtype torch.int32 or torch.int64, got"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            expect_fields(call, **sizes)
+    expect_fields(Call(torch.zeros(4, 80).long()[:, :70]), strided=("tokens",))
+    with pytest.raises(ValueError, match="tokens: expected stride 1 in the last dimension"):
+        expect_fields(Call(tokens[:, ::2]), strided=("tokens",))

@@ -130,7 +130,7 @@ def test_attention_compiles_for_every_pair_of_query_and_cache_types(tmp_path: Pa
             assert pairs == {(q, kv) for q in halves for kv in (q, "*u8")}, (chip, pairs)
 
         jobs = [job_of("attention", "sm90", one, True) for one in collect("attention", "sm90", {}, torch.float32)]
-        over_codes = {dict(job.constexprs).get("BLOCK_M"): job for job in jobs if "u8" in job.pointers}
+        over_codes = {dict(job.settings).get("BLOCK_M"): job for job in jobs if "u8" in job.pointers}
         for rows in (16, 128):
             row = Row(over_codes[rows], compile_job(over_codes[rows]))
             assert row.passes, row.verdict
@@ -147,6 +147,6 @@ def test_kernels_that_no_case_launches_are_complaints(tmp_path: Path) -> None:
         gate.jobs_of = lambda family, chips: []
         rows, complaints = gate.run(["tree"], ["sm90"], 1)
         named = {line.removeprefix("tree: no gate case launches ") for line in complaints}
-        assert {"_chain_kernel", "_tree_kernel", "_rerank_kernel"} <= named, complaints
+        assert {"_links_kernel", "_rerank_kernel"} <= named, complaints
         """,
     )

@@ -462,7 +462,7 @@ def test_padding_is_never_proposed(order: str, impl: str) -> None:
         ({"max_ngram": 64}, "max_ngram: expected 1 to 63, got 64"),
         ({"order": "lru"}, "order: expected one of latest, frequent, got 'lru'"),
         ({"lengths": torch.zeros(2, dtype=torch.int64)}, r"lengths: expected shape \[1\], got \[2\]"),
-        ({"history": torch.zeros(12, 2, dtype=torch.int64).t()[:1]}, "history: expected contiguous rows"),
+        ({"history": torch.zeros(12, 2, dtype=torch.int64).t()[:1]}, "history: expected stride 1"),
     ],
 )
 def test_bad_matches_are_refused(options: dict[str, Any], expected: str) -> None:

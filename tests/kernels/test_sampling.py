@@ -119,8 +119,8 @@ def test_rows_without_a_usable_logit_are_marked(impl: str) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"logits": torch.zeros(2, 0)}, "vocabulary of at least 1"),
-        ({"logits": torch.zeros(5, 2).t()}, "stride 1 in the vocabulary"),
+        ({"logits": torch.zeros(2, 0)}, "vocabulary of logits: expected at least 1"),
+        ({"logits": torch.zeros(5, 2).t()}, "logits: expected stride 1"),
         ({"seeds": None}, "expected seeds and positions, or uniforms"),
         ({"min_p": torch.ones(4)[::2]}, "min_p: expected a contiguous tensor"),
         ({"stream": -1}, "stream: expected at least 0"),

@@ -16,7 +16,7 @@ from specdec_kernels import paged_attention
 from specdec_kernels.attention import kernel_merge
 from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.cases import Maker
-from specdec_kernels.kv_index import configs
+from specdec_kernels.kv_index import kernel as kv_index
 from specdec_kernels.kv_index.kernel import running_sums
 from specdec_kernels.mla import mla_attention
 from specdec_kernels.mla.cases import mla_inputs
@@ -26,7 +26,8 @@ if torch.cuda.is_available():
 
 
 def test_running_sums_carry_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "INTERPRETER", replace(configs.INTERPRETER, scan_block=16))
+    small = replace(kv_index.CONFIGS["interpreter"], scan_block=16)
+    monkeypatch.setitem(kv_index.CONFIGS, "interpreter", small)
     counts = torch.arange(1, 71, dtype=torch.int32)
     assert running_sums(counts, torch.empty(71, dtype=torch.int64))[1:].tolist() == counts.cumsum(0).tolist()
 

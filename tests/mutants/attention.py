@@ -54,7 +54,7 @@ MUTANTS = (
     ),
     _kernel(
         "page_of_the_wrong_tile",
-        "pages = page_ids(pool.table_row, positions{{ + BLOCK_N -> }}, stop, PAGE)",
+        "pages = d.page_ids(pool.table_row, positions{{ + BLOCK_N -> }}, stop, PAGE)",
         _case("window_off_tile"),
         "page numbers loaded ahead are those of the tile before",
     ),
@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     _kernel(
         "lse_in_base_2",
-        "lse = log2_sum(top, total){{ * LN_2 -> }}",
+        "lse = d.log2_sum(top, total){{ * d.LN_2 -> }}",
         _case("chain_odd"),
         "the log-sum-exp is returned in base 2",
     ),
@@ -144,13 +144,13 @@ MUTANTS = (
     ),
     _tree(
         "last_half_keeps_the_old_maximum",
-        "last = sums.last * {{tl.exp2(sums.top - finite_or_zero(top))[:, None] -> 1.0}}",
+        "last = sums.last * {{tl.exp2(sums.top - d.finite_or_zero(top))[:, None] -> 1.0}}",
         (f"{_INVARIANT}::test_a_node_of_a_tree_has_the_bits_of_the_prompt[plain-False]",),
         "half of a head's numbers are not rescaled where a draft has the largest score",
     ),
     _kernel(
         "splits_of_the_walk_at_other_positions",
-        "split_stop = {{tl.minimum(stop, fixed_split_begin(split + 1, splits.split_tokens, splits.first_splits)) -> "
+        "split_stop = {{tl.minimum(stop, d.fixed_split_begin(split + 1, splits.split_tokens, splits.first_splits)) -> "
         "stop}}",
         (f"{_INVARIANT}::test_a_prompt_has_the_same_bits_in_one_piece_and_in_several[plain]",),
         "historical: a prompt is not cut where decoding cuts it, and differs in its last bits",

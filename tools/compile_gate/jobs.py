@@ -54,8 +54,14 @@ class Job:
         return str(self.kernel.__name__)
 
     @property
+    def settings(self) -> list[tuple[str, Any]]:
+        """The compile-time arguments, those of a structure one by one."""
+        fields = [value._asdict() if hasattr(value, "_asdict") else {name: value} for name, value in self.constexprs]
+        return [pair for each in fields for pair in each.items()]
+
+    @property
     def variant(self) -> str:
-        named = " ".join(f"{name}={value}" for name, value in self.constexprs if value is not None)
+        named = " ".join(f"{name}={value}" for name, value in self.settings if value is not None)
         kind = next((name for name in ("bf16", "fp16", "fp32") if name in self.pointers), "int")
         return f"{kind} w{self.num_warps} st{self.num_stages} {named}"
 
@@ -187,7 +193,7 @@ def of_new_types(jobs: Iterable[Job], known: Iterable[Job]) -> list[Job]:
     """The first job for each combination of kernel, chip, element types and switches that no job of `known` has."""
 
     def combination(job: Job) -> tuple[Any, ...]:
-        switches = tuple((name, value) for name, value in job.constexprs if isinstance(value, bool))
+        switches = tuple((name, value) for name, value in job.settings if isinstance(value, bool))
         return job.name, job.chip, job.pointers, switches
 
     seen = {combination(job) for job in known}

@@ -28,7 +28,7 @@ _FIXED = ("FIXED=True",)
 _FEW_TOKENS = AllowedSpill(
     24, "a few registers, for the vocabulary of the tests; a shipped one spills none", ("VOCAB=60 ", "VOCAB=100 ")
 )
-_CODES = "FP8=1 SWAP_AB=False BLOCK_M=128"
+_CODES = "FP8=1 BLOCK_M=128"
 ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
     ("_mla_kernel", "sm90"): AllowedSpill(
         8, "one register or two, stored before the loop and read after it; smaller tiles are slower"

@@ -8,8 +8,7 @@ child and next sibling of each node or -1. The verifications write
     accept_index        [bs, S] int32, filled with -1 by the caller: flat ids of the accepted path
     accept_token_num    [bs] int32: accepted drafts
 
-All but the two renormalisations write their results into tensors of the caller. All raise ValueError for a wrong shape,
-dtype, stride or device.
+All but the two renormalisations write their results into tensors of the caller.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from torch import Tensor
 
 from specdec_kernels.checks import (
     expect_at_least,
+    expect_at_least_one,
     expect_contiguous,
     expect_dtype,
+    expect_fields,
     expect_same_device,
     expect_shape,
     expect_tensors,
@@ -135,10 +136,7 @@ def verify_tree_greedy(
     outcome = Outcome(predicts, accept_index, accept_token_num)
     tree = Tree(candidates, retrive_index, retrive_next_token, retrive_next_sibling)
     _check_walk(outcome, tree)
-    expect_shape("target_predict", target_predict, (candidates.shape[0], None))
-    expect_dtype("target_predict", target_predict, *INTEGERS)
-    expect_contiguous(target_predict=target_predict)
-    expect_same_device(candidates=candidates, target_predict=target_predict)
+    expect_tensors({"candidates": candidates}, target_predict=(target_predict, (len(candidates), None), INTEGERS))
     dispatch("verify_tree_greedy", __package__, impl, candidates)(outcome, tree, target_predict)
 
 
@@ -182,17 +180,10 @@ def tree_speculative_sampling_target_only(
     outcome = Outcome(predicts, accept_index, accept_token_num)
     tree = Tree(candidates, retrive_index, retrive_next_token, retrive_next_sibling)
     _check_walk(outcome, tree)
-    (batch, nodes), final = candidates.shape, uniform_samples_for_final_sampling
-    expect_shape("target_probs", target_probs, (batch, nodes, None))
+    final, least = uniform_samples_for_final_sampling, max(threshold_acc, 1e-9)
+    call = Sampling(uniform_samples, final, target_probs, draft_probs, threshold_single, least)
+    expect_fields(call, others=dict(candidates=candidates), B=candidates.shape[0], N=candidates.shape[1])
     expect_at_least("target_probs's vocabulary", target_probs.shape[-1], 1)
-    expect_tensors(
-        {"candidates": candidates},
-        uniform_samples=(uniform_samples, (batch, nodes), torch.float32),
-        uniform_samples_for_final_sampling=(final, (batch,), torch.float32),
-        target_probs=(target_probs, (batch, nodes, None), torch.float32),
-        draft_probs=(draft_probs, tuple(target_probs.shape), torch.float32),
-    )
-    call = Sampling(uniform_samples, final, target_probs, draft_probs, threshold_single, max(threshold_acc, 1e-9))
     dispatch("tree_speculative_sampling_target_only", __package__, impl, candidates)(outcome, tree, call)
 
 
@@ -207,9 +198,8 @@ def segment_packbits(
         output_indptr: [bs + 1] int32, running sum of ceil(segment / 8).
         y: [>= output_indptr[bs]] uint8, written in place; bytes after the last segment stay.
     """
-    expect_dtype("x", x, torch.bool, torch.uint8)
     expect_tensors(
-        x=(x, (None,), x.dtype),
+        x=(x, (None,), (torch.bool, torch.uint8)),
         y=(y, (None,), torch.uint8),
         input_indptr=(input_indptr, (batch_size + 1,), torch.int32),
         output_indptr=(output_indptr, (batch_size + 1,), torch.int32),
@@ -274,28 +264,15 @@ def _tree_outputs(batch: int, nodes: int, positions: Tensor, *links: Tensor) -> 
     if positions.numel() != batch * nodes:
         raise ValueError(f"positions: expected {batch * nodes} entries, got {list(positions.shape)}")
     outputs = BuiltTree(positions, *links)
-    for name, tensor in outputs._asdict().items():
-        expect_shape(name, tensor, (positions.shape if tensor is positions else (batch, nodes)))
-        expect_dtype(name, tensor, *INTEGERS)
-    expect_contiguous(**outputs._asdict())
-    expect_same_device(**outputs._asdict())
+    shapes = dict.fromkeys(BuiltTree._fields, (batch, nodes)) | dict(positions=positions.shape)
+    expect_tensors(**{name: (tensor, shapes[name], INTEGERS) for name, tensor in outputs._asdict().items()})
     return outputs
 
 
 def _check_walk(outcome: Outcome, tree: Tree) -> None:
-    predicts, accept_index, accept_token_num = outcome
-    expect_shape("candidates", tree.candidates, (None, None))
+    expect_fields(tree)
     batch, nodes = tree.candidates.shape
-    expect_shape("accept_index", accept_index, (batch, None))
-    expect_shape("accept_token_num", accept_token_num, (batch,))
-    expect_shape("predicts", predicts, (None,))
-    expect_at_least("predicts's entries", predicts.shape[0], batch * nodes)
-    expect_at_least("candidates's columns", nodes, 1)
-    expect_at_least("accept_index's columns", accept_index.shape[1], 1)
-    tensors = outcome._asdict() | tree._asdict()
-    for name, tensor in tensors.items():
-        expect_dtype(name, tensor, *INTEGERS)
-        if name in tree._fields:
-            expect_shape(name, tensor, (batch, nodes))
-    expect_contiguous(**tensors)
-    expect_same_device(**tensors)
+    expect_fields(outcome, others=dict(candidates=tree.candidates), B=batch)
+    expect_at_least("predicts's entries", outcome.predicts.shape[0], batch * nodes)
+    columns = outcome.accept_index.shape[1]
+    expect_at_least_one(**{"candidates's columns": nodes, "accept_index's columns": columns})

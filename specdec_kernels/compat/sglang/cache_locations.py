@@ -2,8 +2,8 @@
 
 In a call written `name[grid](...)` the first size of the grid (the second of `generate_draft_decode_kv_indices`) is the
 number of requests, also where the tensors are longer. Outputs are written in place; entries that no request owns keep
-their contents. Sizes for SGLang's compiler (`*_upper`, `BLOCK_SIZE`) are not used. Integers may be int32 or int64. All
-functions raise ValueError for a wrong shape, dtype, stride or device. Shapes of the common arguments:
+their contents. Sizes for SGLang's compiler (`*_upper`, `BLOCK_SIZE`) are not used. Integers may be int32 or int64.
+Shapes of the common arguments:
 
     req_to_token        [rows, pool_len] int32: KV slot of each position of a pool row
     req_pool_indices    [bs]: pool row of each request
@@ -19,10 +19,11 @@ from torch import Tensor
 from specdec_kernels.checks import (
     expect_at_least,
     expect_at_least_one,
-    expect_contiguous,
     expect_dtype,
     expect_same_device,
     expect_shape,
+    expect_strided,
+    expect_tensors,
 )
 from specdec_kernels.compat.sglang.reference import branch_start, put, table_entries, write_spans
 from specdec_kernels.compat.sglang.types import INT32_MAX, INTEGERS, Grid, Sequences, Spans, launched
@@ -65,8 +66,6 @@ def assign_req_to_token_pool(
     out_cache_loc: Tensor,
     pool_len: int | None = None,
     bs_upper: int = 0,
-    *,
-    impl: str = "auto",
 ) -> None:
     """Write each request's slots of `out_cache_loc` [sum(end - start)] at positions start to end - 1 of its row of
     `req_to_token`, in place."""
@@ -110,8 +109,6 @@ def assign_draft_cache_locs(
     page_size: int,
     bs_upper: int = 0,
     iter_upper: int = 0,
-    *,
-    impl: str = "auto",
 ) -> None:
     """Write newly allocated draft slots to the token table, and list those that the steps will write.
 
@@ -246,13 +243,7 @@ def create_draft_kv_indices(
 
 @launched("seq_lens")
 def align_evict_mask_to_page_size(
-    seq_lens: Tensor,
-    evict_mask: Tensor,
-    page_size: int,
-    num_draft_tokens: int,
-    BLOCK_SIZE: int = 0,
-    *,
-    impl: str = "auto",
+    seq_lens: Tensor, evict_mask: Tensor, page_size: int, num_draft_tokens: int, BLOCK_SIZE: int = 0
 ) -> None:
     """Clear the evict flags of the page that holds the last accepted token.
 
@@ -277,7 +268,6 @@ def align_evict_mask_to_page_size_simple_eagle(
     BLOCK_SIZE: int = 0,
     *,
     grid: Grid = (),
-    impl: str = "auto",
 ) -> None:
     """Clear the evict flags [bs * num_draft_tokens] of every page that holds a kept slot, for any
     order of the slots; in place."""
@@ -290,9 +280,7 @@ def align_evict_mask_to_page_size_simple_eagle(
 
 
 @launched("accept_lens", "bonus_tokens")
-def fill_bonus_tokens(
-    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int, *, impl: str = "auto"
-) -> None:
+def fill_bonus_tokens(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int) -> None:
     """Each request's last accepted token into `bonus_tokens` [bs]. A request of 0 accepted tokens keeps its entry.
 
     `accept_tokens` [bs, accept_stride] (or flat) holds the accepted tokens of each request, then anything.
@@ -304,18 +292,12 @@ def fill_bonus_tokens(
 
 @launched("accept_lens", "bonus_tokens")
 def fill_bonus_tokens_from_predict(
-    predict: Tensor,
-    accept_index: Tensor,
-    accept_lens: Tensor,
-    bonus_tokens: Tensor,
-    accept_index_stride: int,
-    *,
-    impl: str = "auto",
+    predict: Tensor, accept_index: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_index_stride: int
 ) -> None:
     """`fill_bonus_tokens` from `predict` [bs * n], the token after each node. `accept_index` [bs, accept_index_stride]
     (or flat) holds the flat ids of the accepted nodes."""
     nodes = accept_index.reshape(-1).long().clamp(0, max(predict.shape[0] - 1, 0))
-    fill_bonus_tokens(predict[nodes], accept_lens, bonus_tokens, accept_index_stride, impl=impl)
+    fill_bonus_tokens(predict[nodes], accept_lens, bonus_tokens, accept_index_stride)
 
 
 @launched("accept_length", "to_free_num_slots")
@@ -411,12 +393,7 @@ def create_flashinfer_kv_indices_triton(
 
 @launched()
 def fill_accepted_out_cache_loc(
-    accept_index: Tensor,
-    out_cache_loc: Tensor,
-    accepted_out_cache_loc: Tensor,
-    size_upper: int = 0,
-    *,
-    impl: str = "auto",
+    accept_index: Tensor, out_cache_loc: Tensor, accepted_out_cache_loc: Tensor, size_upper: int = 0
 ) -> None:
     """Slots of the accepted nodes, in their order: `out_cache_loc` at the entries of `accept_index` [bs * S] that are
     not negative, into `accepted_out_cache_loc` [bs * S]; in linear time."""
@@ -435,11 +412,7 @@ def _read(spans: Spans, impl: str) -> None:
 def _list(sequences: Sequences, impl: str) -> None:
     """Check the lists for the number of sequences, and fill them."""
     lists = dict(kv_indptr=sequences.indptr, kv_indices=sequences.values)
-    for name, tensor in lists.items():
-        expect_shape(name, tensor, (sequences.indptr.shape[0], None))
-        expect_dtype(name, tensor, *INTEGERS)
-        if tensor.numel() and tensor.stride(-1) != 1:
-            raise ValueError(f"{name}: expected unit stride in the last axis, got strides {tensor.stride()}")
+    expect_strided(**{name: (each, (len(sequences.indptr), None), INTEGERS) for name, each in lists.items()})
     count = sequences.lengths.shape[0] * sequences.repeat
     expect_at_least("kv_indptr's entries", sequences.indptr.shape[1], count + 1)
     expect_same_device(req_to_token=sequences.table, **lists)
@@ -449,20 +422,14 @@ def _list(sequences: Sequences, impl: str) -> None:
 def _table(req_to_token: Tensor, pool_len: int | None, **flat: Tensor) -> Tensor:
     """The token table with rows of `pool_len`; `flat` as in `_flat`."""
     table = req_to_token.view(-1, pool_len) if req_to_token.dim() == 1 and pool_len else req_to_token
-    expect_shape("req_to_token", table, (None, pool_len))
-    expect_dtype("req_to_token", table, torch.int32)
-    expect_contiguous(req_to_token=table)
+    expect_tensors(req_to_token=(table, (None, pool_len), torch.int32))
     _flat(table, **flat)
     return table
 
 
 def _flat(like: Tensor, **tensors: Tensor) -> None:
     """Raise ValueError unless the tensors are contiguous integers [size] on the device of `like`."""
-    for name, tensor in tensors.items():
-        expect_shape(name, tensor, (None,))
-        expect_dtype(name, tensor, *INTEGERS)
-    expect_contiguous(**tensors)
-    expect_same_device(per_request=like, **tensors)
+    expect_tensors({"per_request": like}, **{name: (tensor, (None,), INTEGERS) for name, tensor in tensors.items()})
 
 
 def _by_request(name: str, flat: Tensor, batch: int, width: int, *dtypes: torch.dtype) -> Tensor:

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from specdec_kernels.launch import current_chip
+from specdec_kernels.launch import CHIPS
 
 
 @dataclass(frozen=True)
 class SglangConfig:
-    flat_block: int  # lanes of a program over a flat output
-    max_programs: int  # over an output whose room may be far larger than its contents
-    walk_requests: int  # requests of a program that traverses trees and samples
-    tree_requests: int  # requests of a program that builds trees
-    greedy_requests: int  # requests of a program of the greedy traversal, which holds their trees
-    max_tile: int  # of the vocabulary
-    num_warps: int
+    flat_block: int = 512  # lanes of a program over a flat output
+    max_programs: int = 1024  # over an output whose room may be far larger than its contents
+    walk_requests: int = 32  # requests of a program that traverses trees and samples
+    tree_requests: int = 1  # requests of a program that builds trees
+    greedy_requests: int = 1  # requests of a program of the greedy traversal, which holds their trees
+    max_tile: int = 4096  # of the vocabulary
+    num_warps: int = 4
 
 
-_GPU = SglangConfig(
-    flat_block=512, max_programs=1024, walk_requests=32, tree_requests=1, greedy_requests=1, max_tile=4096, num_warps=4
-)
 # In the interpreter, only the number of programs costs.
-_INTERPRETER = SglangConfig(
-    flat_block=1 << 12,
-    max_programs=2,
-    walk_requests=1 << 10,
-    tree_requests=16,
-    greedy_requests=1 << 10,
-    max_tile=512,
-    num_warps=1,
-)
-
-
-def config_of(tensor: Tensor) -> SglangConfig:
-    """Row of the chip that `tensor` is on; all GPUs share one."""
-    return _INTERPRETER if current_chip(tensor) == "interpreter" else _GPU
+_INTERPRETER = SglangConfig(1 << 12, 2, 1 << 10, tree_requests=16, greedy_requests=1 << 10, max_tile=512, num_warps=1)
+CONFIGS = dict.fromkeys(CHIPS, SglangConfig()) | {"interpreter": _INTERPRETER}

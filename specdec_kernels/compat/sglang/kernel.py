@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.compat.sglang.configs import config_of
+from specdec_kernels.compat.sglang.configs import CONFIGS
 from specdec_kernels.compat.sglang.types import Outcome, Sampling, Tree
-from specdec_kernels.launch import lanes, launch
+from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.verify.device import entry, wide_entry
 
 
@@ -248,9 +248,8 @@ def _final_token_kernel(
 
 
 def verify_tree_greedy(outcome: Outcome, tree: Tree, target_predict: torch.Tensor) -> None:
-    """See `specdec_kernels.compat.sglang.verify_tree_greedy`."""
     batch, nodes = tree.candidates.shape
-    block = min(triton.next_power_of_2(max(batch, 1)), config_of(tree.candidates).greedy_requests)
+    block = min(triton.next_power_of_2(max(batch, 1)), CONFIGS[current_chip(tree.candidates)].greedy_requests)
     launch(
         _verify_greedy_kernel, (triton.cdiv(batch, block),), *outcome, *tree, target_predict, batch,
         outcome.predicts.shape[0], num_warps=1, NODES=nodes, PATH=outcome.accept_index.shape[1], BLOCK=block,
@@ -259,10 +258,9 @@ def verify_tree_greedy(outcome: Outcome, tree: Tree, target_predict: torch.Tenso
 
 
 def tree_speculative_sampling_target_only(outcome: Outcome, tree: Tree, call: Sampling) -> None:
-    """See `specdec_kernels.compat.sglang.tree_speculative_sampling_target_only`."""
     uniforms, final_uniforms, target_probs, draft_probs, threshold_single, threshold_acc = call
     batch, nodes, vocab = target_probs.shape
-    config, room = config_of(uniforms), outcome.predicts.shape[0]
+    config, room = CONFIGS[current_chip(uniforms)], outcome.predicts.shape[0]
     block, block_v = lanes(batch, config.walk_requests), lanes(vocab, config.max_tile)
     tiles = triton.cdiv(vocab, block_v)
     node, last = uniforms.new_empty(batch, dtype=torch.int32), uniforms.new_empty(batch, dtype=torch.int64)

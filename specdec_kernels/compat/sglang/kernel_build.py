@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specdec_kernels.compat.sglang.configs import config_of
+from specdec_kernels.compat.sglang.configs import CONFIGS
 from specdec_kernels.compat.sglang.types import Selected, TreeMaskMode
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.tree.kernel import word_bit
 from specdec_kernels.tree.types import WORD_BITS, mask_words
 
@@ -153,10 +153,9 @@ def _build_kernel(
 
 
 def build_selected_tree(call: Selected) -> None:
-    """See `build_tree_kernel_efficient`, which has checked the arguments."""
     selected, parent_list, lengths, tree_mask, outputs, topk, depth, mode = call
     batch, nodes = selected.shape[0], selected.shape[1] + 1
-    config = config_of(lengths)
+    config = CONFIGS[current_chip(lengths)]
     # Triton 3.6 cannot compile blocks of one element.
     block_n = max(2, triton.next_power_of_2(nodes))
     block_b = min(triton.next_power_of_2(max(batch, 1)), config.tree_requests)

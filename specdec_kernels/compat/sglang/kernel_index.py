@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.compat.sglang.configs import config_of
+from specdec_kernels.compat.sglang.configs import CONFIGS
 from specdec_kernels.compat.sglang.types import Sequences, Spans
 from specdec_kernels.kv_index.kernel import owning_row, running_sums
-from specdec_kernels.launch import lanes, launch
+from specdec_kernels.launch import current_chip, lanes, launch
 
 
 @triton.jit
@@ -83,7 +83,6 @@ def _gather_kernel(
 
 
 def read_spans(spans: Spans) -> None:
-    """See `reference.read_spans`."""
     offsets = spans.offsets
     if offsets is None:
         offsets = spans.counts.new_empty(spans.counts.shape[0] + 1, dtype=torch.int32)
@@ -93,7 +92,6 @@ def read_spans(spans: Spans) -> None:
 
 
 def list_sequences(sequences: Sequences) -> None:
-    """See `reference.list_sequences`."""
     _, _, lengths, indptr, indices, repeat, growth, _, _, limit, _ = sequences
     sums = dict(capacity=indices.shape[1], limit=limit, repeat=repeat, add=1, growth=growth)
     running_sums(lengths, indptr, **sums)
@@ -103,7 +101,7 @@ def list_sequences(sequences: Sequences) -> None:
 def _gather(sequences: Sequences, counts: torch.Tensor | None = None) -> None:
     table, rows, lengths, indptr, out, repeat, _, num_steps, page_size, limit, sink = sequences
     steps, capacity = out.shape
-    config = config_of(out)
+    config = CONFIGS[current_chip(out)]
     block = lanes(capacity, config.flat_block)
     launch(
         _gather_kernel, (min(triton.cdiv(capacity, block), config.max_programs), steps), table, rows, lengths, counts,

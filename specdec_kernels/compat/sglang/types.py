@@ -6,12 +6,12 @@ from collections.abc import Callable
 from enum import IntEnum
 from functools import partial, update_wrapper
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape
+from specdec_kernels.checks import expect_same_device, expect_tensors
 
 INT32_MAX = 2**31 - 1
 INTEGERS = (torch.int32, torch.int64)
@@ -29,27 +29,27 @@ class TreeMaskMode(IntEnum):
 class Outcome(NamedTuple):
     """Tensors that a verification writes."""
 
-    predicts: Tensor
-    accept_index: Tensor
-    accept_token_num: Tensor
+    predicts: Annotated[Tensor, "* int32|int64"]
+    accept_index: Annotated[Tensor, "B S int32|int64"]
+    accept_token_num: Annotated[Tensor, "B int32|int64"]
 
 
 class Tree(NamedTuple):
     """Tokens and links of the trees that are verified, [bs, n] each."""
 
-    candidates: Tensor
-    retrive_index: Tensor
-    next_token: Tensor
-    next_sibling: Tensor
+    candidates: Annotated[Tensor, "B N int32|int64"]
+    retrive_index: Annotated[Tensor, "B N int32|int64"]
+    next_token: Annotated[Tensor, "B N int32|int64"]
+    next_sibling: Annotated[Tensor, "B N int32|int64"]
 
 
 class Sampling(NamedTuple):
     """Random numbers, distributions and thresholds of `tree_speculative_sampling_target_only`."""
 
-    uniforms: Tensor
-    final_uniforms: Tensor
-    target_probs: Tensor
-    draft_probs: Tensor
+    uniforms: Annotated[Tensor, "B N float32"]
+    final_uniforms: Annotated[Tensor, "B float32"]
+    target_probs: Annotated[Tensor, "B N V float32"]
+    draft_probs: Annotated[Tensor, "B N V float32"]
     threshold_single: float
     threshold_acc: float
 
@@ -124,6 +124,8 @@ class Launcher:
         return partial(self._run, grid)
 
     def _run(self, grid: Grid, *args: Any, **kwargs: Any) -> None:
+        if "impl" not in self._signature.parameters:  # plain torch
+            kwargs.pop("impl", None)
         given = self._signature.bind(*args, **kwargs)
         named = {name: given.arguments.get(name) for name in self._per_request}
         tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
@@ -132,9 +134,7 @@ class Launcher:
             if "grid" in self._signature.parameters:
                 given.arguments["grid"] = grid
         for name, tensor in tensors.items():
-            expect_shape(name, tensor, tensors[self._per_request[0]].shape[:1])
-            expect_dtype(name, tensor, *INTEGERS)
-        expect_contiguous(**tensors)
+            expect_tensors(**{name: (tensor, tensors[self._per_request[0]].shape[:1], INTEGERS)})
         expect_same_device(**tensors)
         given.arguments.update(tensors)
         self._function(*given.args, **given.kwargs)
