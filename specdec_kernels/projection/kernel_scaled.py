@@ -31,11 +31,10 @@ from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection.configs import ROUNDED_APART_ROWS, LinearConfig
 from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
-from specdec_kernels.projection.types import GROUP, LARGEST_CODE, LEAST_MAGNITUDE, Product, ScaledWeight
+from specdec_kernels.projection.rounding import multiplies_codes, rounded, rounded_rows
+from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
 _GROUP = tl.constexpr(GROUP)
-_LARGEST = tl.constexpr(LARGEST_CODE)
-_LEAST = tl.constexpr(LEAST_MAGNITUDE)
 _TORCH_ROWS = 16  # a multiple of which torch multiplies
 _TWO_120 = tl.constexpr(2.0**120)
 # Four codes in a register to two registers of two numbers: the bytes spread to the upper halves, the seven bits below
@@ -128,20 +127,12 @@ def _scale_at(scales, group, COLUMNS: tl.constexpr, HALVES: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x):
-    """x [GROUP, N] in float32, between -448 and 448, and its scales [N], from the largest magnitudes."""
-    wide = x.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(wide), 0), _LEAST)
-    return wide * tl.div_rn(_LARGEST, largest)[None], tl.div_rn(largest, _LARGEST)
-
-
-@triton.jit
 def _x_of(x, scales, of, group, SCALING: tl.constexpr):
     """A group of x as the product takes it, and what its sums are multiplied by, [ROWS]."""
     if SCALING.APART:
         numbers, scale = x, tl.load(scales.x + group * of.rows + of.row, mask=of.row < of.rows, other=0.0)
     else:
-        wide, scale = _rounded(x)
+        wide, scale = rounded(x, 0)
         numbers = wide.to(tl.float8e4nv) if SCALING.CODES else widened(to_e4m3(wide), x, SCALING.NVIDIA)
     return numbers, scale
 
@@ -183,29 +174,6 @@ def scaled_sum(of, scales, k_first, k_end, TILE: tl.constexpr, SCALING: tl.const
         weight += TILE.BLOCK_K
         x += TILE.BLOCK_K
     return acc * following[:, None] if SCALING.BY_ROW else acc
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _round_rows_kernel(
-    x_ptr,  # [rows, K]
-    code_ptr,  # [programs, K] float8, or uint8 unless CODES
-    scale_ptr,  # [groups, programs] float32
-    rows,
-    K,
-    GROUPS: tl.constexpr,
-    CODES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One row a program; programs past the last row take it again."""
-    row = tl.program_id(0)
-    at = tl.arange(0, _GROUP)[:, None] + tl.arange(0, GROUPS)[None, :] * _GROUP
-    wait_for_predecessor(PDL)
-    x_ptr += tl.minimum(row, rows - 1).to(tl.int64) * K
-    wide, scale = _rounded(tl.load(x_ptr + at, mask=at < K, other=0.0))
-    launch_dependents(PDL)
-    tl.store(code_ptr + row.to(tl.int64) * K + at, wide.to(tl.float8e4nv) if CODES else to_e4m3(wide), mask=at < K)
-    group = tl.arange(0, GROUPS)
-    tl.store(scale_ptr + group * tl.num_programs(0) + row, scale, mask=group * _GROUP < K)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
@@ -258,31 +226,6 @@ def _scaled_linear_kernel(
     finish(out_ptr, bias_ptr, part_ptr, ticket_ptr, acc, of, tile, split, splits, OUTER, TILE, GATED)
 
 
-def rounded_rows(x: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Codes [rows, K] of x [..., K] and scales [ceil(K / 128), rows] float32, as the product rounds x by itself; the
-    last row again up to a multiple of rows. Codes are float8_e4m3fn where the chip multiplies them, else uint8."""
-    inner, chip = x.shape[-1], current_chip(x)
-    groups, rows = -(-inner // GROUP), x.numel() // inner
-    programs = -(-rows // multiple) * multiple
-    dtype = torch.float8_e4m3fn if _multiplies_codes(chip) else torch.uint8
-    codes = torch.empty((programs, inner), dtype=dtype, device=x.device)
-    scales = torch.empty((groups, programs), dtype=torch.float32, device=x.device)
-    launch(
-        _round_rows_kernel,
-        (programs,),
-        *(x, codes, scales, rows, inner),
-        num_warps=4,
-        GROUPS=triton.next_power_of_2(groups),
-        CODES=_multiplies_codes(chip),
-        **pdl_options(chip),
-    )
-    return codes, scales
-
-
-def _multiplies_codes(chip: str) -> bool:
-    return chip in ("sm90", "sm100")
-
-
 def torch_takes(product: Product) -> bool:
     """Whether torch multiplies the codes of x and the weight, whose bits of a row depend on the number of rows."""
     weight = product.weight
@@ -315,7 +258,7 @@ def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     outer, inner = weight.shape
     chip, half = current_chip(x), config.columns // 2
     work = work_of(product, out, is_gated, config)
-    multiplies = weight.float8_x and _multiplies_codes(chip)
+    multiplies = weight.float8_x and multiplies_codes(chip)
     apart = multiplies and product.rows > ROUNDED_APART_ROWS
     numbers, x_scales = rounded_rows(x) if apart else (x, weight.scales)
     launch(
