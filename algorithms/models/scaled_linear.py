@@ -134,12 +134,11 @@ def make_scaled(model: nn.Module, weight_format: WeightFormat, names: set[str]) 
 
 @torch.no_grad()
 def quantise(layers: nn.Module, weight_format: WeightFormat) -> None:
-    """Replace the linear layers in `layers` by scaled ones in blocks, one at a time, but for those that their module
-    uses otherwise."""
+    """Replace the linear layers of fusable modules in `layers` by scaled ones in blocks, one at a time, but for those
+    that their module uses otherwise."""
     for parent in list(layers.modules()):
-        kept = parent.unscaled if isinstance(parent, Fusable) else ()
         for name, linear in list(parent.named_children()):
-            if type(linear) is nn.Linear and name not in kept:
+            if isinstance(parent, Fusable) and type(linear) is nn.Linear and name not in parent.unscaled:
                 setattr(parent, name, _quantised(linear, weight_format))
 
 

@@ -45,9 +45,10 @@ class TargetFolder:
 
 @dataclass(frozen=True)
 class Target(TargetFolder):
-    """A target with its weights loaded."""
+    """A target with its weights loaded. `weight_dtype` as asked for: its drafters are loaded so too."""
 
     model: Decoder
+    weight_dtype: str = field(default="auto", kw_only=True)
 
     @property
     def device(self) -> torch.device:
@@ -71,15 +72,27 @@ def load_target(
         model = Decoder(found.config)
     ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
     ignored |= {name for name in stored_tensors(found.path, text_name) if _is_other(name, found.config)}
-    rounds_activations = weight_dtype != "fp8_w8a16"
-    weight_format = found.weight_format and replace(found.weight_format, float8_x=rounds_activations)
+    weight_format = found.weight_format and replace(found.weight_format, float8_x=_asked(weight_dtype).float8_x)
     load_weights(model, found.path, device, dtype, ignored=ignored, rename=text_name, weight_format=weight_format)
     for name, parameter in model.named_parameters():
         if offset := norm_offset(name, found.config):
             parameter.data += offset
     if weight_dtype != "auto" and weight_format is None:
-        quantise(model.model.layers, WeightFormat(float8_x=rounds_activations))
-    return Target(found.config, found.path, model, origin=found.origin, weight_format=weight_format)
+        quantise(model.model.layers, _asked(weight_dtype))
+    return Target(
+        found.config, found.path, model, origin=found.origin, weight_format=weight_format, weight_dtype=weight_dtype
+    )
+
+
+def quantise_drafter(drafter: torch.nn.Module, target: Target) -> None:
+    """Float8 for the projections of a drafter, its own LM head too, where it was asked for with the target."""
+    if target.weight_dtype != "auto":
+        quantise(drafter, _asked(target.weight_dtype))
+
+
+def _asked(weight_dtype: str) -> WeightFormat:
+    """The format of weights that are quantised as they are loaded."""
+    return WeightFormat(float8_x=weight_dtype != "fp8_w8a16")
 
 
 def norm_offset(name: str, config: DecoderConfig) -> int:
@@ -105,8 +118,8 @@ def read_target(path: str | Path) -> TargetFolder:
 def load_draft(
     path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype, same_vocabulary: bool = True
 ) -> Target:
-    """Load the small language model that `read_draft` finds."""
-    return load_target(read_draft(path, target, same_vocabulary).path, device, dtype)
+    """Load the small language model that `read_draft` finds, with weights of the dtype asked for with the target."""
+    return load_target(read_draft(path, target, same_vocabulary), device, dtype, target.weight_dtype)
 
 
 def read_draft(path: str | Path, target: TargetFolder, same_vocabulary: bool = True) -> TargetFolder:
