@@ -53,7 +53,8 @@ class LinearConfig:
     """columns: weight rows of one program. block_k: inner elements a step. splits: programs that share a column tile,
     each with its part of the inner dimension. rows: rows of x a program takes at once. in_order: one program takes all
     splits of a tile. resident: inner elements of its weights, the last of its split, that a program loads into
-    registers before it waits for its predecessor; 0 for none."""
+    registers before it waits for its predecessor; 0 for none. ring: groups of a float8 weight that a program of
+    `kernel_scaled_hopper` has in flight; 0 where `kernel_scaled` computes."""
 
     columns: int
     block_k: int
@@ -63,6 +64,7 @@ class LinearConfig:
     rows: int
     in_order: bool = False
     resident: int = 0
+    ring: int = 0
 
     def split_length(self, inner: int) -> int:
         """Inner elements of a program: whole steps, or all. Tiles of 64 and of 128 are cut at the same places."""

@@ -29,6 +29,7 @@ from torch import Tensor
 from specdec_kernels.kv_write.kernel import to_e4m3
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.projection import kernel_scaled_hopper
 from specdec_kernels.projection.configs import ROUNDED_APART_ROWS, LinearConfig
 from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
 from specdec_kernels.projection.rounding import multiplies_codes, rounded, rounded_rows
@@ -256,6 +257,9 @@ def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     x, weight, _ = product
     assert isinstance(weight, ScaledWeight)
     outer, inner = weight.shape
+    if config.ring and kernel_scaled_hopper.takes(product, config):
+        kernel_scaled_hopper.launch_hopper(product, bias, out, is_gated, config)
+        return
     chip, half = current_chip(x), config.columns // 2
     work = work_of(product, out, is_gated, config)
     multiplies = weight.float8_x and multiplies_codes(chip)

@@ -10,6 +10,7 @@ A program has two tiles of 64 rows of the weight. The memory is kept busy:
 # mypy: ignore-errors
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,24 +25,25 @@ from specdec_kernels.activation.kernel import gated
 from specdec_kernels.launch import launch
 from specdec_kernels.projection.configs import LinearConfig
 from specdec_kernels.projection.device import arrived, sum_of_splits, work_of
-from specdec_kernels.projection.rounding import rounded, rounded_rows
-from specdec_kernels.projection.types import GROUP, Product
+from specdec_kernels.projection.rounding import rounded_rows
+from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
 # Triton 3.9 renamed it.
 _ask = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _GROUP = gl.constexpr(GROUP)
 _TILE = gl.constexpr(64)  # the M side of a product
 _WARPS = gl.constexpr(4)
+_COLUMNS = 2 * _TILE.value  # of a program
 
 
 class Operands(NamedTuple):
     """Where a program reads."""
 
-    x: Any  # [rows, K]
-    x_scale: Any  # [groups, rows] if APART
+    x: Any  # [rows, K] codes
+    x_scale: Any  # [groups, rows]
     first: Any  # the first row of the first tile of weights
     second: Any
-    first_scale: Any
+    first_scale: Any  # of the groups of the first tile
     second_scale: Any
     rows: Any
     K: Any
@@ -49,90 +51,101 @@ class Operands(NamedTuple):
     k_end: Any
 
 
-class Buffers(NamedTuple):
-    """Shared memory: a ring of groups of weights, two tiles each, and two groups of x with their scales."""
+class Ring(NamedTuple):
+    """Buffers in shared memory, each of which holds a group."""
 
-    weights: Any  # [2 * BUFFERS, 64, 128]
-    x: Any  # [2, ROWS, 128]
-    x_scales: Any  # [2, ROWS]
+    weights: Any  # [2 * BUFFERS, 64, 128]: both tiles
+    scales: Any  # [2 * BUFFERS, 1]: theirs
+    x: Any  # [BUFFERS, ROWS, 128]
+    x_scales: Any  # [BUFFERS, ROWS]
 
 
 @gluon.jit
-def _ask_weights(of, buffers, step, slot):
-    """Request both tiles of a group, if it is in the split."""
+def _ring(ROWS: gl.constexpr, BUFFERS: gl.constexpr):
+    CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
+    SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return Ring(
+        gl.allocate_shared_memory(gl.float8e4nv, [2 * BUFFERS, _TILE, _GROUP], CODES),
+        gl.allocate_shared_memory(gl.float32, [2 * BUFFERS, 1], SCALES),
+        gl.allocate_shared_memory(gl.float8e4nv, [BUFFERS, ROWS, _GROUP], CODES),
+        gl.allocate_shared_memory(gl.float32, [BUFFERS, ROWS], SCALES),
+    )
+
+
+@gluon.jit
+def _ask_weights(of, ring, step, slot):
+    """Request both tiles of a group, and their scales."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [_WARPS, 1], [1, 0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
     k = of.k_first + step * _GROUP
     if k < of.k_end:
         row = gl.arange(0, _TILE, gl.SliceLayout(1, LOAD))
         lane = gl.arange(0, _GROUP, gl.SliceLayout(0, LOAD))
         offsets = row.to(gl.int64)[:, None] * of.K + (k + lane)[None, :]
-        _ask(buffers.weights.index(2 * slot), of.first + offsets, eviction_policy="evict_first")
-        _ask(buffers.weights.index(2 * slot + 1), of.second + offsets, eviction_policy="evict_first")
-    async_copy.commit_group()
+        _ask(ring.weights.index(2 * slot), of.first + offsets, eviction_policy="evict_first")
+        _ask(ring.weights.index(2 * slot + 1), of.second + offsets, eviction_policy="evict_first")
+        group = k // _GROUP + gl.arange(0, 1, ONE)
+        _ask(ring.scales.index(2 * slot), of.first_scale + group)
+        _ask(ring.scales.index(2 * slot + 1), of.second_scale + group)
 
 
 @gluon.jit
-def _load_x(of, step, ROWS: gl.constexpr, APART: gl.constexpr):
-    """[ROWS, 128] of x, zeros past the split, and if APART the scales [ROWS]."""
+def _x_of(of, step, ROWS: gl.constexpr):
+    """Places of a group of x and of its scales, and the rows that are in use."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [_WARPS, 1], [1, 0])
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
     lane = gl.arange(0, _GROUP, gl.SliceLayout(0, LOAD))
     k = of.k_first + step * _GROUP
     here = (row < of.rows) & (k < of.k_end)
-    x = gl.load(of.x + row.to(gl.int64)[:, None] * of.K + (k + lane)[None, :], mask=here[:, None], other=0.0)
-    if APART:
-        return x, gl.load(of.x_scale + k // _GROUP * of.rows + row, mask=here, other=0.0)
-    else:
-        return x, row
+    return of.x + row.to(gl.int64)[:, None] * of.K + (k + lane)[None, :], of.x_scale + k // _GROUP * of.rows + row, here
 
 
 @gluon.jit
-def _store_x(buffers, slot, x, scale, APART: gl.constexpr):
-    """A group of x as the product takes it, and its scales."""
-    if APART:
-        codes = x
-    else:
-        wide, scale = rounded(x, 1)
-        codes = wide.to(gl.float8e4nv)
-    buffers.x.index(slot).store(codes)
-    buffers.x_scales.index(slot).store(scale)
+def _ask_x(of, ring, step, slot, ROWS: gl.constexpr):
+    """Request a group of x, and its scales."""
+    x, scales, here = _x_of(of, step, ROWS)
+    _ask(ring.x.index(slot), x, mask=here[:, None])
+    _ask(ring.x_scales.index(slot), scales, mask=here)
 
 
 @gluon.jit
-def _group_scales(of, step):
-    """The scales of both tiles of a group."""
-    group = gl.minimum(of.k_first + step * _GROUP, of.K - 1) // _GROUP
-    return gl.load(of.first_scale + group), gl.load(of.second_scale + group)
+def _fetch_x(of, ring, ROWS: gl.constexpr, COUNT: gl.constexpr):
+    """The first groups of x, whose weights have been requested: through registers, because a wait for a request waits
+    for all before it."""
+    loaded = ()
+    for step in gl.static_range(COUNT):
+        x, scales, here = _x_of(of, step, ROWS)
+        loaded += (gl.load(x, mask=here[:, None], other=0.0), gl.load(scales, mask=here, other=0.0))
+    for step in gl.static_range(COUNT):
+        ring.x.index(step).store(loaded[2 * step])
+        ring.x_scales.index(step).store(loaded[2 * step + 1])
 
 
 @gluon.jit
-def _sums(of, buffers, ROWS: gl.constexpr, BUFFERS: gl.constexpr, APART: gl.constexpr):
-    """[64, ROWS] float32 of each of the tiles: the sums over a split, whose first weights have been requested."""
+def _sums(of, ring, ROWS: gl.constexpr, BUFFERS: gl.constexpr):
+    """[64, ROWS] float32 of each of the tiles: the sums over a split."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, ROWS, 32])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
     zeros = gl.full([_TILE, ROWS], 0.0, gl.float32, SUMS)
     one, two = zeros, zeros
-    x, x_scale = _load_x(of, 0, ROWS, APART)
-    _store_x(buffers, 0, x, x_scale, APART)
-    x, x_scale = _load_x(of, 1, ROWS, APART)
-    scale_one, scale_two = _group_scales(of, 0)
     for step in range((of.k_end - of.k_first) // _GROUP):
         slot = step % BUFFERS
         async_copy.wait_group(BUFFERS - 2)
         fence_async_shared()
-        tl.debug_barrier()  # both operands are written, and the products before have read theirs
-        codes = buffers.x.index(step % 2).permute((1, 0))
-        part_one = warpgroup_mma(buffers.weights.index(2 * slot), codes, zeros, use_acc=False, is_async=True)
-        part_two = warpgroup_mma(buffers.weights.index(2 * slot + 1), codes, zeros, use_acc=False, is_async=True)
-        _ask_weights(of, buffers, step + BUFFERS - 1, (step + BUFFERS - 1) % BUFFERS)
-        factor = buffers.x_scales.index(step % 2).load(COLUMNS)[None, :]
-        following_one, following_two = _group_scales(of, step + 1)
-        _store_x(buffers, (step + 1) % 2, x, x_scale, APART)
-        x, x_scale = _load_x(of, step + 2, ROWS, APART)
+        tl.debug_barrier()  # the group is written, and the products before have read theirs
+        codes = ring.x.index(slot).permute((1, 0))
+        part_one = warpgroup_mma(ring.weights.index(2 * slot), codes, zeros, use_acc=False, is_async=True)
+        part_two = warpgroup_mma(ring.weights.index(2 * slot + 1), codes, zeros, use_acc=False, is_async=True)
+        x_scale = ring.x_scales.index(slot).load(COLUMNS)[None, :]
+        scale_one = ring.scales.index(2 * slot).load(COLUMNS)[None, :]
+        scale_two = ring.scales.index(2 * slot + 1).load(COLUMNS)[None, :]
+        ahead = step + BUFFERS - 1
+        _ask_weights(of, ring, ahead, ahead % BUFFERS)
+        _ask_x(of, ring, ahead, ahead % BUFFERS, ROWS)
+        async_copy.commit_group()
         part_one, part_two = warpgroup_mma_wait(0, deps=[part_one, part_two])
-        one = gl.fma(part_one * factor, gl.full([_TILE, ROWS], 0.0, gl.float32, SUMS) + scale_one, one)
-        two = gl.fma(part_two * factor, gl.full([_TILE, ROWS], 0.0, gl.float32, SUMS) + scale_two, two)
-        scale_one, scale_two = following_one, following_two
+        one = gl.fma(part_one * x_scale, zeros + scale_one, one)
+        two = gl.fma(part_two * x_scale, zeros + scale_two, two)
     return one, two
 
 
@@ -161,8 +174,8 @@ def _write_tiles(out_ptr, bias_ptr, one, two, tile, OUTER, rows, GATED: gl.const
 
 @gluon.jit(do_not_specialize=["rows", "splits"])
 def _scaled_hopper_kernel(
-    x_ptr,  # [rows, K], codes if APART
-    x_scale_ptr,  # [groups, rows] float32 if APART, else anything
+    x_ptr,  # [rows, K] float8
+    x_scale_ptr,  # [groups, rows] float32
     weight_ptr,  # [OUTER, K] float8
     scale_ptr,  # [ceil(OUTER / GROUP_ROWS), groups] float32
     bias_ptr,  # [OUTER] or None
@@ -179,7 +192,6 @@ def _scaled_hopper_kernel(
     ROWS: gl.constexpr,
     BUFFERS: gl.constexpr,
     GATED: gl.constexpr,
-    APART: gl.constexpr,
     EARLY: gl.constexpr,
 ):
     tile = gl.program_id(1)
@@ -199,20 +211,16 @@ def _scaled_hopper_kernel(
         k_first,
         gl.minimum(K, k_first + split_length),
     )
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
-    SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    buffers = Buffers(
-        gl.allocate_shared_memory(gl.float8e4nv, [2 * BUFFERS, _TILE, _GROUP], SHARED),
-        gl.allocate_shared_memory(gl.float8e4nv, [2, ROWS, _GROUP], SHARED),
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], SCALES),
-    )
+    ring = _ring(ROWS, BUFFERS)
     # Before the wait: weights are constants, which no kernel writes.
     for step in gl.static_range(BUFFERS - 1):
-        _ask_weights(of, buffers, step, step)
+        _ask_weights(of, ring, step, step)
+        async_copy.commit_group()
     tl.extra.cuda.gdc_wait()
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    one, two = _sums(of, buffers, ROWS, BUFFERS, APART)
+    _fetch_x(of, ring, ROWS, BUFFERS - 1)
+    one, two = _sums(of, ring, ROWS, BUFFERS)
     if not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     if ticket_ptr is None:
@@ -232,35 +240,36 @@ def _scaled_hopper_kernel(
             _write_tiles(out_ptr, bias_ptr, one, two, tile, OUTER, rows, GATED)
 
 
-def takes(product: Product, is_gated: bool, config: LinearConfig) -> bool:
-    """Whether the kernel has the tiles of this product: of 64 rows of a weight whose scales are of blocks."""
+def takes(product: Product, config: LinearConfig) -> bool:
+    """Whether the product has whole tiles of the kernel, and scales of blocks."""
     weight = product.weight
+    assert isinstance(weight, ScaledWeight)
     outer, inner = weight.shape
-    if config.in_order or product.rows > config.rows or product.x.element_size() != 2:
+    if not weight.float8_x or config.in_order or product.rows > config.rows:
         return False
     in_blocks = weight.group_inner == GROUP and weight.group_rows % _TILE.value == 0
-    return weight.float8_x and in_blocks and inner % GROUP == 0 and outer % (2 * _TILE.value) == 0
+    return in_blocks and inner % GROUP == 0 and outer % _COLUMNS == 0
 
 
 def launch_hopper(
-    product: Product, bias: Tensor | None, out: Tensor, is_gated: bool, config: LinearConfig, apart: bool, early=False
+    product: Product, bias: Tensor | None, out: Tensor, is_gated: bool, config: LinearConfig, early: bool = True
 ) -> None:
     """`kernel.launch_linear` for a product that this kernel takes."""
-    x, weight, _ = product
+    weight = product.weight
+    assert isinstance(weight, ScaledWeight)
     outer, inner = weight.shape
-    work = work_of(product, out, is_gated, config)
-    numbers, x_scales = rounded_rows(x) if apart else (x, weight.scales)
+    work = work_of(product, out, is_gated, replace(config, columns=_COLUMNS))
     launch(
         _scaled_hopper_kernel,
         work.grid,
-        *(numbers, x_scales, weight.codes.view(torch.float8_e4m3fn), weight.scales, bias, out, work.part, work.ticket),
+        *(*rounded_rows(product.x), weight.codes.view(torch.float8_e4m3fn), weight.scales),
+        *(bias, out, work.part, work.ticket),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
         num_warps=_WARPS.value,
         GROUP_ROWS=weight.group_rows,
         ROWS=config.rows,
-        BUFFERS=config.num_stages,
+        BUFFERS=config.ring,
         GATED=is_gated,
-        APART=apart,
         EARLY=early,
         launch_pdl=True,
     )
