@@ -101,7 +101,7 @@ class Scaling(NamedTuple):
 
 
 @triton.jit
-def _scales_of(
+def scales_of(
     scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS: tl.constexpr, GATED: tl.constexpr
 ):
     """Where a program's scales begin; a gated tile holds rows of two places."""
@@ -215,7 +215,7 @@ def _scaled_linear_kernel(
     TILE: tl.constexpr = Tile(ROWS, COLUMNS, BLOCK_K, EVEN_K)
     SCALING: tl.constexpr = Scaling(BY_ROW, HALVES, NVIDIA, FLOAT8_X, APART, CODES)
     of = Operands(x_ptr, weight_ptr, weight_row, row, rows, K)
-    scales = _scales_of(scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS, GATED)
+    scales = scales_of(scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS, GATED)
     k_first = split * split_length
     wait_for_predecessor(PDL)
     acc = scaled_sum(of, scales, k_first, tl.minimum(K, k_first + split_length), TILE, SCALING)
@@ -225,6 +225,24 @@ def _scaled_linear_kernel(
             acc += scaled_sum(of, scales, k_first, tl.minimum(K, k_first + split_length), TILE, SCALING)
     launch_dependents(PDL)
     finish(out_ptr, bias_ptr, part_ptr, ticket_ptr, acc, of, tile, split, splits, OUTER, TILE, GATED)
+
+
+def scaling_options(weight: ScaledWeight, chip: str, half: int, is_gated: bool) -> dict[str, Any]:
+    """Compile-time arguments of a kernel that calls `scaled_sum`, for tiles of twice `half` rows of the weight."""
+    outer, inner = weight.shape[-2:]
+    return dict(
+        GROUP_ROWS=weight.group_rows,
+        BY_ROW=weight.group_rows == 1 and weight.group_inner >= inner,
+        HALVES=weight.group_rows % half == 0 and not (is_gated and outer // 2 % half),
+        NVIDIA=chip.startswith("sm"),
+        FLOAT8_X=weight.float8_x,
+        CODES=weight.float8_x and multiplies_codes(chip),
+    )
+
+
+def numbers_of(weight: ScaledWeight, chip: str) -> Tensor:
+    """The codes as a kernel takes them: float8 where the chip multiplies them, else bytes."""
+    return weight.codes.view(torch.float8_e4m3fn) if weight.float8_x and multiplies_codes(chip) else weight.codes
 
 
 def torch_takes(product: Product) -> bool:
@@ -262,29 +280,23 @@ def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
         return
     chip, half = current_chip(x), config.columns // 2
     work = work_of(product, out, is_gated, config)
-    multiplies = weight.float8_x and multiplies_codes(chip)
-    apart = multiplies and product.rows > ROUNDED_APART_ROWS
+    apart = weight.float8_x and multiplies_codes(chip) and product.rows > ROUNDED_APART_ROWS
     numbers, x_scales = rounded_rows(x) if apart else (x, weight.scales)
     launch(
         _scaled_linear_kernel,
         work.grid,
-        *(numbers, x_scales, weight.codes.view(torch.float8_e4m3fn) if multiplies else weight.codes, weight.scales),
+        *(numbers, x_scales, numbers_of(weight, chip), weight.scales),
         *(bias, out, work.part, work.ticket),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        GROUP_ROWS=weight.group_rows,
         ROWS=config.rows,
         COLUMNS=config.columns,
         BLOCK_K=config.block_k,
         EVEN_K=inner % config.block_k == 0,
         GATED=is_gated,
         IN_ORDER=config.in_order,
-        BY_ROW=weight.group_rows == 1 and weight.group_inner >= inner,
-        HALVES=weight.group_rows % half == 0 and not (is_gated and outer // 2 % half),
-        NVIDIA=chip.startswith("sm"),
-        FLOAT8_X=weight.float8_x,
         APART=apart,
-        CODES=multiplies,
+        **scaling_options(weight, chip, half, is_gated),
         **pdl_options(chip),
     )
