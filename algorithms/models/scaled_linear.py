@@ -88,6 +88,15 @@ def _is_by_row(entries: Mapping[str, Any]) -> bool:
     return strategies == {"channel"}
 
 
+def dequantised(codes: Tensor, scales: Tensor, weight_format: WeightFormat) -> Tensor:
+    """The numbers [N, K] of e4m3 codes, in float32. NaN where a code is none."""
+    rows, columns = codes.shape
+    if weight_format.by_row:
+        return codes.float() * scales.float()
+    each = scales.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return codes.float() * each
+
+
 class ScaledLinear(NormedProjection):
     """x W^T + bias for a weight of e4m3 codes. Parameters are named as in checkpoints."""
 

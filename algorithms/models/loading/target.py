@@ -13,8 +13,8 @@ from algorithms.models.architectures import ARCHITECTURES, find_architecture
 from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder
 from algorithms.models.experts.config import ExpertsConfig
+from algorithms.models.experts.scaled import quantise_experts
 from algorithms.models.folder import ModelError, read_json, resolve_folder
-from algorithms.models.latent.config import LatentConfig
 from algorithms.models.loading.stored import check_layers, stored_tensors
 from algorithms.models.loading.weights import load_weights
 from algorithms.models.scaled_linear import SUPPORTED, WeightFormat, quantise
@@ -78,7 +78,7 @@ def load_target(
         if offset := norm_offset(name, found.config):
             parameter.data += offset
     if weight_dtype != "auto" and weight_format is None:
-        quantise(model.model.layers, _asked(weight_dtype))
+        _quantise(model.model.layers, _asked(weight_dtype))
     return Target(
         found.config, found.path, model, origin=found.origin, weight_format=weight_format, weight_dtype=weight_dtype
     )
@@ -87,7 +87,12 @@ def load_target(
 def quantise_drafter(drafter: torch.nn.Module, target: Target) -> None:
     """Float8 for the projections of a drafter, its own LM head too, where it was asked for with the target."""
     if target.weight_dtype != "auto":
-        quantise(drafter, _asked(target.weight_dtype))
+        _quantise(drafter, _asked(target.weight_dtype))
+
+
+def _quantise(layers: torch.nn.Module, weight_format: WeightFormat) -> None:
+    quantise_experts(layers, weight_format)
+    quantise(layers, weight_format)
 
 
 def _asked(weight_dtype: str) -> WeightFormat:
@@ -251,15 +256,12 @@ def check_weight_dtype(found: TargetFolder, weight_dtype: str) -> None:
     so."""
     if found.weight_format is None and weight_dtype == "auto":
         return
-    kinds = {type(kind) for kind in (*found.config.mixings, *found.config.mlps)}
-    # The latent projection has a use of its own: it stays as it is stored, or is not read.
-    refused = kinds & ({ExpertsConfig} if found.weight_format is None else {ExpertsConfig, LatentConfig})
-    if refused:
+    if any(isinstance(mlp, ExpertsConfig) and (mlp.mxfp4 or mlp.biased) for mlp in found.config.mlps):
         raise ModelError(
             "the target has layers that do not take float8 weights",
             where=found.path / CONFIG_FILE,
-            expected="attention, linear attention and SwiGLU layers",
-            actual=", ".join(sorted(kind.__name__ for kind in refused)),
+            expected="experts without biases, and not in MXFP4",
+            actual=f"those of {found.config.architecture}",
             fix="use the unquantised checkpoint with runtime.weight_dtype=auto",
         )
 
