@@ -1,10 +1,9 @@
 """`kernel_scaled` for chips with warp-group products (sm90) where x is rounded to codes, in Gluon: the same sums.
 
-A program has two tiles of 64 rows of the weight. The memory is kept busy:
-
-    weights     are requested as many groups ahead as there are buffers, the first ones before the predecessor has ended
-    x           is requested two groups ahead, and rounded while the tensor core multiplies the group before
-    products    of the two tiles run at once
+A program has two tiles of 64 rows of the weight, gate and up of the same columns where they are gated. It requests
+groups of both, of x and of all scales as many ahead as it has buffers. The first groups of weights are requested before
+the predecessor has ended, so that the memory is busy while that kernel ends and while x is rounded. In a step it waits
+for products alone: nothing is loaded from memory to registers.
 """
 
 # mypy: ignore-errors
@@ -192,7 +191,6 @@ def _scaled_hopper_kernel(
     ROWS: gl.constexpr,
     BUFFERS: gl.constexpr,
     GATED: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     tile = gl.program_id(1)
     split = gl.program_id(2)
@@ -217,12 +215,9 @@ def _scaled_hopper_kernel(
         _ask_weights(of, ring, step, step)
         async_copy.commit_group()
     tl.extra.cuda.gdc_wait()
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_launch_dependents()
     _fetch_x(of, ring, ROWS, BUFFERS - 1)
     one, two = _sums(of, ring, ROWS, BUFFERS)
-    if not EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     if ticket_ptr is None:
         out_ptr += split.to(gl.int64) * rows * OUTER
         _write_tiles(out_ptr, bias_ptr, one, two, tile, OUTER, rows, GATED)
@@ -251,9 +246,7 @@ def takes(product: Product, config: LinearConfig) -> bool:
     return in_blocks and inner % GROUP == 0 and outer % _COLUMNS == 0
 
 
-def launch_hopper(
-    product: Product, bias: Tensor | None, out: Tensor, is_gated: bool, config: LinearConfig, early: bool = True
-) -> None:
+def launch_hopper(product: Product, bias: Tensor | None, out: Tensor, is_gated: bool, config: LinearConfig) -> None:
     """`kernel.launch_linear` for a product that this kernel takes."""
     weight = product.weight
     assert isinstance(weight, ScaledWeight)
@@ -270,6 +263,5 @@ def launch_hopper(
         ROWS=config.rows,
         BUFFERS=config.ring,
         GATED=is_gated,
-        EARLY=early,
         launch_pdl=True,
     )
