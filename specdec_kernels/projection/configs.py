@@ -43,9 +43,9 @@ _TILES_OF_CODES = {16: (64, 4, 8), 32: (64, 4, 6), 64: (64, 4, 4)}
 # it take twice the registers: no program takes more than 64 rows, nor more than 32 in float32.
 _TILES_OF_ROUNDED = {16: (128, 8, 6), 32: (128, 4, 4), 64: (64, 4, 4)}
 _BOUND_BY_CODES = {False: (64, 4, 4), True: (128, 8, 4)}
-# Groups of weights in flight, of weights with many and with few tiles, by the rows of a program. Many: two programs a
-# processor. More rows gain nothing.
-_RING_OF_MANY, _RING = {16: 6, 32: 4}, {16: 12, 32: 6}
+# Groups of weights in flight by the rows of a program, of which two fit a processor, or one where few tiles have splits
+# of many groups. More rows gain nothing.
+_RING, _LONG_RING = {16: 6, 32: 4}, {16: 12, 32: 6}
 _MOST_ROWS_OF_CODES, _MOST_ROWS_OF_FLOAT32_CODES = 64, 32
 ROUNDED_APART_ROWS = 16
 """Rows of x that every program rounds to codes; more are rounded once, before the product."""
@@ -124,7 +124,7 @@ def scaled_config(
     cut = _splits(inner, min(max(1, 2 * processors // tiles), inner // _SHORTEST_SPLIT), block_k)
     block, many = min(found.rows, _MOST_ROWS_OF_CODES), rows > _MOST_ROWS
     fills = tiles * cut > 2 * processors
-    ring = (_RING_OF_MANY if fills else _RING).get(block, 0) if float8_x and chip == "sm90" else 0
+    ring = _ring(block, 0 if fills else inner // block_k // cut) if float8_x and chip == "sm90" else 0
     if many:
         columns, warps, stages = _BOUND_BY_CODES[float8_x]
     elif fills:
@@ -134,6 +134,12 @@ def scaled_config(
     # A code is converted in registers; codes and rows of x wait in shared memory.
     fitting = _SHARED_BYTES[chip] // ((columns + block * element_bytes) * block_k)
     return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1, ring=ring)
+
+
+def _ring(rows: int, groups: int) -> int:
+    """For programs of `groups` groups, or that fill the chip if 0."""
+    longer = _LONG_RING.get(rows, 0)
+    return longer if longer <= groups else _RING.get(rows, 0)
 
 
 def _programs_a_tile(processors: int, tiles: int) -> int:
