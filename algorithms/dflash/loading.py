@@ -35,6 +35,7 @@ def load_dflash(
     if config.reduced:
         loading.check_vocabulary(folder, drafter.d2t, drafter.t2d)
     loading.drop_copies(drafter, target.model)
+    loading.quantise_drafter(drafter, target)
     return drafter
 
 

@@ -23,13 +23,14 @@ from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import INIT_STD, Decoder, DecoderLayer, embedding, reset_layers, run_layers
 from algorithms.models.fusion import FusableModel, project, queries_only
 from algorithms.models.layers import Mixer, RMSNorm
-from specdec_kernels import Normed
+from algorithms.models.packing import joined
+from specdec_kernels import Normed, ScaledWeight
 
 
 class StackedKV(NamedTuple):
     """Key and value weights of all draft layers in one matrix."""
 
-    weight: Tensor  # [num_layers * 2 * H_kv * D, hidden], keys then values of each layer
+    weight: Tensor | ScaledWeight  # [num_layers * 2 * H_kv * D, hidden], keys then values of each layer
     bias: Tensor | None
     k_norm: Tensor | None  # [num_layers, D]
 
@@ -139,21 +140,18 @@ class DFlashDrafter(FusableModel):
     def stack_kv(self) -> StackedKV:
         """The weights that `context_kv` multiplies with; for inference, once after loading."""
         attentions = [cast(DecoderLayer, layer).self_attn for layer in self.layers]
-        weights: list[Tensor] = [w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)]
-        biases: list[Tensor] = [b for a in attentions for b in (a.k_proj.bias, a.v_proj.bias) if b is not None]
+        weight, bias = joined([projection for a in attentions for projection in (a.k_proj, a.v_proj)])
         norms: list[Tensor] = [a.k_norm.weight for a in attentions if a.k_norm is not None]
-        return StackedKV(
-            torch.cat(weights), torch.cat(biases) if biases else None, torch.stack(norms) if norms else None
-        )
+        return StackedKV(weight, bias, torch.stack(norms) if norms else None)
 
     def context_kv(self, context: Tensor, stacked: StackedKV | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of every draft layer, each `[..., T, num_layers, H_kv, D]`, before key norm and RoPE."""
         decoder = self.config.decoder
         weight, bias, _ = stacked or self.stack_kv()
-        if self.impl is None:
+        if self.impl is None and isinstance(weight, Tensor):
             flat = F.linear(context, weight, bias)
         else:
-            flat = kernels.linear(context.contiguous(), weight, bias, impl=self.impl)
+            flat = kernels.linear(context.contiguous(), weight, bias, impl=self.impl or "reference")
         sizes = {"l": decoder.num_layers, "two": 2, "d": decoder.head_dim}
         keys, values = rearrange(flat, "... (l two h d) -> two ... l h d", **sizes)
         return keys, values

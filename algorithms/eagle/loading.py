@@ -50,6 +50,7 @@ def load_eagle(
             drafter = EagleDrafter(config, EMBEDDING in stored)
         load_weights(drafter, folder, device, dtype, ignored={HEAD}, rename=without_model, pickles=True)
         drafter.bind(target.model)
+        loading.quantise_drafter(drafter, target)
         return drafter
     mask_shape = stored[MASK_HIDDEN].shape if MASK_HIDDEN in stored else None
     with torch.device("meta"):
@@ -60,6 +61,7 @@ def load_eagle(
         loading.check_vocabulary(folder, head.d2t, head.t2d)
     head.bind(target.model)
     loading.drop_copies(head, target.model)
+    loading.quantise_drafter(head, target)
     return head
 
 

@@ -151,7 +151,7 @@ class Eagle3Drafter(FeatureHead):
     def mask_feature(self) -> Tensor:
         """[hidden]: the fused feature of P-EAGLE's mask rows; zeros stand for a `mask_hidden` that is absent."""
         size = self.config.num_features * self.config.target_hidden_size
-        values = self.fc.weight.new_zeros(size) if self.mask_hidden is None else self.mask_hidden.flatten()
+        values = self.norm.weight.new_zeros(size) if self.mask_hidden is None else self.mask_hidden.flatten()
         features = list(values[None].chunk(self.config.num_features, dim=-1))
         return self.fuse(features, features[0])[0]
 

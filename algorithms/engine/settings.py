@@ -23,9 +23,9 @@ class RuntimeSettings:
     """Dtype of weights and activations: float32, float16 or bfloat16; auto is bfloat16 on a GPU and float32
     elsewhere."""
     weight_dtype: str = "auto"
-    """Dtype of the weights of the target's projections: auto, which is as they are stored, or fp8, which quantises
-    them as they are loaded, in blocks of 128 x 128. Activations of float8 weights are rounded to float8 too (W8A8);
-    fp8_w8a16 leaves them."""
+    """Dtype of the weights of the projections of target and drafters: auto, which is as they are stored, or fp8, which
+    quantises them as they are loaded, in blocks of 128 x 128. Activations of float8 weights are rounded to float8 too
+    (W8A8); fp8_w8a16 leaves them."""
     impl: str = "auto"
     """triton or reference. Triton kernels are compiled on a GPU and run in Triton's interpreter elsewhere."""
     forward: str = "auto"

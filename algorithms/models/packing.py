@@ -22,28 +22,31 @@ class Packed(NamedTuple):
 
 @torch.no_grad()
 def packed(projections: Sequence[nn.Linear | ScaledLinear]) -> Packed:
-    """One matrix of all `projections`, whose weights and biases become views of it. Raises ValueError where some are
-    scaled and others are not."""
+    """`joined`; the weights and biases of the projections become views of it."""
+    found = joined(projections)
+    weight, bias = found
+    codes = weight.codes if isinstance(weight, ScaledWeight) else weight
     sizes = [projection.weight.shape[0] for projection in projections]
+    for projection, part in zip(projections, codes.split(sizes), strict=True):
+        projection.weight = nn.Parameter(part.view(projection.weight.dtype), requires_grad=False)
+    for projection, part in zip(projections, () if bias is None else bias.split(sizes), strict=bias is not None):
+        projection.bias = nn.Parameter(part, requires_grad=False)
+    return found
+
+
+def joined(projections: Sequence[nn.Linear | ScaledLinear]) -> Packed:
+    """One matrix of all `projections`. Raises ValueError where some are scaled and others are not."""
     scaled = [projection for projection in projections if isinstance(projection, ScaledLinear)]
     if scaled and len({getattr(projection, "format", None) for projection in projections}) > 1:
         raise ValueError("expected projections that read the same input to have weights of one format, got several")
-    dtype = projections[0].weight.dtype
     # torch does not join float8 numbers on every device.
-    narrow = torch.uint8 if scaled else dtype
-    weights: list[Tensor] = [projection.weight.view(narrow) for projection in projections]
-    joined = torch.cat(weights)
-    weight = _scaled(joined, [projection.scaled_weight for projection in scaled]) if scaled else joined
-    parts = joined.split(sizes)
-    for projection, part in zip(projections, parts, strict=True):
-        projection.weight = nn.Parameter(part.view(dtype), requires_grad=False)
+    weights: list[Tensor] = [each.weight.view(torch.uint8) if scaled else each.weight for each in projections]
+    weight = torch.cat(weights)
     biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
-    if not biases:
-        return Packed(weight, None)
-    bias = torch.cat(biases)
-    for projection, part in zip(projections, bias.split(sizes), strict=True):
-        projection.bias = nn.Parameter(part, requires_grad=False)
-    return Packed(weight, bias)
+    return Packed(
+        _scaled(weight, [projection.scaled_weight for projection in scaled]) if scaled else weight,
+        torch.cat(biases) if biases else None,
+    )
 
 
 def _scaled(codes: Tensor, members: Sequence[ScaledWeight]) -> ScaledWeight:

@@ -88,6 +88,15 @@ def _is_by_row(entries: Mapping[str, Any]) -> bool:
     return strategies == {"channel"}
 
 
+def dequantised(codes: Tensor, scales: Tensor, weight_format: WeightFormat) -> Tensor:
+    """The numbers [N, K] of e4m3 codes, in float32. NaN where a code is none."""
+    rows, columns = codes.shape
+    if weight_format.by_row:
+        return codes.float() * scales.float()
+    each = scales.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return codes.float() * each
+
+
 class ScaledLinear(NormedProjection):
     """x W^T + bias for a weight of e4m3 codes. Parameters are named as in checkpoints."""
 
@@ -134,12 +143,11 @@ def make_scaled(model: nn.Module, weight_format: WeightFormat, names: set[str]) 
 
 @torch.no_grad()
 def quantise(layers: nn.Module, weight_format: WeightFormat) -> None:
-    """Replace the linear layers in `layers` by scaled ones in blocks, one at a time, but for those that their module
-    uses otherwise."""
+    """Replace the linear layers of fusable modules in `layers` by scaled ones in blocks, one at a time, but for those
+    that their module uses otherwise."""
     for parent in list(layers.modules()):
-        kept = parent.unscaled if isinstance(parent, Fusable) else ()
         for name, linear in list(parent.named_children()):
-            if type(linear) is nn.Linear and name not in kept:
+            if isinstance(parent, Fusable) and type(linear) is nn.Linear and name not in parent.unscaled:
                 setattr(parent, name, _quantised(linear, weight_format))
 
 

@@ -66,6 +66,7 @@ def load_mtp(
             module.weight.add_(config.norm_offset)
     head.bind(target.model)
     loading.drop_copies(head, target.model)
+    loading.quantise_drafter(head, target)
     return head
 
 

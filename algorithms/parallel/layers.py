@@ -157,8 +157,10 @@ def _shard_experts(experts: ExpertTensors | PackedExpertTensors, width: int, ran
 
 
 def _packed_columns(experts: PackedExpertTensors, columns: slice) -> tuple[Mxfp4, Mxfp4]:
-    gate_up = Mxfp4(*(_gate_up_rows(each, columns) for each in experts.weights.gate_up))
-    codes, scales = experts.weights.down
+    packed, down = experts.weights[:2]
+    assert isinstance(packed, Mxfp4) and isinstance(down, Mxfp4)
+    gate_up = Mxfp4(*(_gate_up_rows(each, columns) for each in packed))
+    codes, scales = down
     first, last = columns.start, columns.stop
     own = codes[..., first // 2 : last // 2].contiguous(), scales[..., first // MXFP4_GROUP : last // MXFP4_GROUP]
     return gate_up, Mxfp4.padded(*own)

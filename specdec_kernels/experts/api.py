@@ -26,12 +26,15 @@ from specdec_kernels.experts.types import (
     Activation,
     ExpertSchedule,
     ExpertWeights,
+    Matrices,
     Mxfp4,
     Routed,
     Routing,
     max_items,
 )
 from specdec_kernels.launch import dispatch
+from specdec_kernels.projection.api import expect_groups
+from specdec_kernels.projection.types import ScaledWeight
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SWIGLU = Activation()
@@ -108,7 +111,7 @@ def expert_mlp(
         x: [T, H] float32, float16 or bfloat16; float64 is always computed by torch.
         schedule: `schedule_experts` of `routed.experts`.
         weights: of the dtype of x. Matrices may be MXFP4: the result is that of the same numbers in the dtype of x,
-            which all but float16 hold exactly.
+            which all but float16 hold exactly. Or they are float8 codes, whose product is that of `linear`.
     """
     expect_tensors(x=(x, (None, None), _DTYPES))
     rows, hidden = x.shape
@@ -151,10 +154,15 @@ def _check_routing(routing: Routing, experts: int, is_corrected: bool) -> None:
         raise ValueError(f"correction_bias: expected sigmoid scores with it, got {routing.scoring}")
 
 
-def _expected(
-    name: str, weight: Tensor | Mxfp4, shape: tuple[int, int, int], dtype: torch.dtype
-) -> dict[str, Expected]:
+def _expected(name: str, weight: Matrices, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Expected]:
     """What a matrix must be, by name."""
+    if isinstance(weight, ScaledWeight):
+        expect_groups(name, weight)
+        groups = (shape[0], -(-shape[1] // weight.group_rows), -(-shape[2] // weight.group_inner))
+        return {
+            f"{name}.codes": (weight.codes, shape, torch.uint8),
+            f"{name}.scales": (weight.scales, groups, torch.float64 if dtype == torch.float64 else torch.float32),
+        }
     if not isinstance(weight, Mxfp4):
         return {name: (weight, shape, dtype)}
     if shape[2] % 32:
@@ -171,6 +179,8 @@ def _checked_weights(weights: ExpertWeights, hidden: int) -> tuple[int, int]:
     gate_up = weights.gate_up
     if isinstance(gate_up, Mxfp4):
         expect_shape("gate_up.codes", gate_up.codes, (None, None, hidden // 2))
+    elif isinstance(gate_up, ScaledWeight):
+        expect_shape("gate_up.codes", gate_up.codes, (None, None, hidden))
     else:
         expect_shape("gate_up", gate_up, (None, None, hidden))
     experts, outer, _ = gate_up.shape

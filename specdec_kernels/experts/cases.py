@@ -12,7 +12,10 @@ from torch import Tensor
 from specdec_kernels.cases import Comparison, Maker, WorkModel, case_of
 from specdec_kernels.experts import reference
 from specdec_kernels.experts.configs import row_tile_of
-from specdec_kernels.experts.types import Activation, ExpertWeights, Mxfp4, Routed, Routing
+from specdec_kernels.experts.types import Activation, ExpertWeights, Matrices, Mxfp4, Routed, Routing
+from specdec_kernels.parity import bytes_in
+from specdec_kernels.projection.cases import scaled_weight
+from specdec_kernels.projection.types import GROUP, ScaledWeight
 
 _LARGE = ("large",)
 GPT_OSS = Activation(limit=7.0, alpha=1.702)
@@ -82,6 +85,15 @@ def mxfp4(make: Maker, experts: int, rows: int, columns: int) -> Mxfp4:
     return Mxfp4.padded(codes, scales)
 
 
+def float8(make: Maker, shape: tuple[int, ...], group_rows: int, float8_x: bool) -> ScaledWeight:
+    """Codes and scales as those of a projection, of each expert; one scale for each row if `group_rows` is 1."""
+    experts, rows, columns = shape
+    inner = columns if group_rows == 1 else GROUP
+    each = [scaled_weight(make, rows, columns, group_rows, inner) for _ in range(experts)]
+    codes, scales = (torch.stack(parts) for parts in zip(*((one.codes, one.scales) for one in each), strict=True))
+    return ScaledWeight(codes, scales, group_rows, inner, float8_x)
+
+
 def mlp_inputs(
     make: Maker,
     rows: int,
@@ -94,19 +106,24 @@ def mlp_inputs(
     bias: bool = False,
     shared: bool = False,
     packed: bool = False,
+    group_rows: int | None = None,
+    float8_x: bool = False,
     row_tile: int | None = None,
     scale: float = 1.0,
     **options: Any,
 ) -> dict[str, Any]:
     """Weights of the size that keeps the variance of x, which `scale` raises.
 
-    packed: in MXFP4. row_tile: of the schedule; None: what this device takes.
+    packed: in MXFP4. group_rows: rows with one scale, of float8 codes; `float8_x` as `ScaledWeight` has it.
+    row_tile: of the schedule; None: what this device takes.
     """
     ids = chosen(make, rows, experts, topk, spread)
     weights = torch.rand(rows, topk, generator=make.generator).to(make.device)
     weights = torch.where(ids < experts, weights, 0.0)
 
-    def matrices(*shape: int) -> Tensor | Mxfp4:
+    def matrices(*shape: int) -> Matrices:
+        if group_rows is not None:
+            return float8(make, shape, group_rows, float8_x)
         return mxfp4(make, *shape) if packed else make.normal(*shape, scale=shape[2] ** -0.5)
 
     inputs = dict(
@@ -123,16 +140,12 @@ def mlp_inputs(
     return inputs | (dict(shared=make.normal(rows, hidden)) if shared else {}) | options
 
 
-def nbytes(weight: Tensor | Mxfp4) -> int:
-    return sum(part.nbytes for part in weight) if isinstance(weight, Mxfp4) else weight.nbytes
-
-
 def _mlp_work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes moved, floating-point operations): the weights of the experts that have a row, read once."""
     x, weights = inputs["x"], inputs["weights"]
     touched = int(inputs["schedule"].num_touched)
     one = [weight.shape[1] * weight.shape[2] for weight in weights[:2]]
-    read = sum(nbytes(weight) // weight.shape[0] for weight in weights[:2])
+    read = sum(bytes_in(weight) // weight.shape[0] for weight in weights[:2])
     flops = 2 * int(inputs["schedule"].starts[-1]) * sum(one)
     return touched * read + 2 * x.numel() * x.element_size(), flops
 
@@ -153,6 +166,11 @@ _V3: dict[str, Any] = dict(
     scoring="sigmoid", bias=True, renormalise=True, scale=2.5, groups=8, topk_groups=4, group_score="two_best"
 )
 _V2: dict[str, Any] = dict(groups=4, topk_groups=2, scale=16.0)
+_FLOAT8: dict[str, Any] = {
+    "w8a16": dict(group_rows=128),
+    "w8a8": dict(group_rows=128, float8_x=True),
+    "w8a8_by_row": dict(group_rows=1, float8_x=True),
+}
 _QWEN3, _GPT_OSS = (128, 8, 2048, 768), (32, 4, 2880, 2880)  # E, K, H, F
 
 CASES = (
@@ -205,6 +223,12 @@ CASES = (
     _mlp("mlp_mxfp4_gpt_oss", "inner elements past the last step, rows without expert", 7, 5, 2, 160, 224, "some",
          packed=True, bias=True, scale=4.0, activation=GPT_OSS),
     _mlp("mlp_mxfp4_one_expert", "codes of rows past those of one item", 20, 3, 1, 32, 32, "one", packed=True),
+    _mlp("mlp_float8", "the scales of another expert or block", 5, 4, 2, 300, 160, group_rows=128),
+    _mlp("mlp_float8_rows", "the same for scales of rows", 6, 4, 2, 300, 70, "some", group_rows=1, shared=True),
+    _mlp("mlp_float8_x", "rows of x rounded by the scales of others", 7, 4, 2, 300, 160, group_rows=128, float8_x=True),
+    _mlp("mlp_float8_x_one_expert", "rows past those of one item", 37, 3, 1, 140, 136, "one", group_rows=8,
+         float8_x=True, bias=True, scale=4.0, activation=GPT_OSS),
+    _mlp("mlp_float8_x_rows", "scales of rows and of groups of x", 5, 4, 2, 300, 70, group_rows=1, float8_x=True),
     _mlp("mlp_qwen3_shipped", "registers of few rows", 1, 4, 2, 2048, 768, gate=True, tags=_LARGE),
     _mlp("mlp_shared_shipped", "the variant with a shared output", 1, 4, 2, 2048, 1408, gate=True, shared=True,
          tags=_LARGE),
@@ -213,6 +237,12 @@ CASES = (
     *(
         _mlp(f"mlp_mxfp4_{rows}_shipped", f"registers of tiles of {tile} rows, packed", rows, 4, 1, 2880, 2880,
              gate=True, bias=True, packed=True, row_tile=tile, activation=GPT_OSS, tags=_LARGE)
+        for rows, tile in ((1, 16), (64, 32), (128, 64), (256, 128))
+    ),
+    *(
+        _mlp(f"mlp_{name}_{rows}_shipped", f"registers of tiles of {tile} rows, float8", rows, 4, 1, 2048, 768,
+             gate=True, row_tile=tile, tags=_LARGE, **options)
+        for name, options in _FLOAT8.items()
         for rows, tile in ((1, 16), (64, 32), (128, 64), (256, 128))
     ),
     *(
@@ -228,6 +258,12 @@ CASES = (
     *(
         _mlp(f"mlp_gpt_oss_mxfp4_{rows}", "the time of a step, packed", rows, *_GPT_OSS, packed=True, bias=True,
              activation=GPT_OSS, bench=True, tags=_LARGE)
+        for rows in (1, 8, 64, 512)
+    ),
+    *(
+        _mlp(f"mlp_qwen3_{name}_{rows}", "the time of a step, float8", rows, *_QWEN3, bench=True, tags=_LARGE,
+             **_FLOAT8[name])
+        for name in ("w8a16", "w8a8")
         for rows in (1, 8, 64, 512)
     ),
     _route("route_1x128", "decode of one request", 1, 128, 8, renormalise=True, bench=True, tags=_LARGE),

@@ -73,3 +73,17 @@ def product_config(chip: str, inner: int, row_tile: int, element_bytes: int, is_
     fitting = _SHARED_BYTES[chip] // ((64 // (4 if is_mxfp4 else 1) + row_tile) * block_k * element_bytes)
     warps = 8 if row_tile == _MOST_ROWS and chip != "sm90" else 4
     return ProductConfig(64, block_k, 1 << 30, warps, max(2, min(_MOST_STAGES, fitting)))
+
+
+def scaled_product_config(chip: str, inner: int, row_tile: int, element_bytes: int, float8_x: bool) -> ProductConfig:
+    """`product_config` for float8 codes: no step is in two groups of 128 inner elements, and a step is a group where x
+    is rounded to codes."""
+    found = product_config(chip, inner, row_tile, element_bytes)
+    if not float8_x:
+        return found
+    found = replace(found, block_k=_INNER_STEP, split=max(found.split, _INNER_STEP))
+    if chip == "interpreter":
+        return found
+    # A sum and a product that is added to it take twice the registers.
+    warps = 8 if row_tile > 2 * _LEAST_ROWS else 4
+    return replace(found, num_warps=warps, num_stages=2 if element_bytes == 4 else found.num_stages)

@@ -19,13 +19,16 @@ from torch import Tensor
 
 from specdec_kernels.activation.kernel import gated
 from specdec_kernels.experts import reference
-from specdec_kernels.experts.configs import ROUTE, product_config
+from specdec_kernels.experts.configs import ROUTE, product_config, scaled_product_config
 from specdec_kernels.experts.kernel_mxfp4 import mxfp4_partial_sum
-from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Mxfp4, Routed
+from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Matrices, Mxfp4, Routed
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection.kernel import Operands, Tile, partial_sum, weight_rows, with_later_splits
+from specdec_kernels.projection.kernel_scaled import Scaling, numbers_of, scaled_sum, scales_of, scaling_options
+from specdec_kernels.projection.types import ScaledWeight
 
+_SCALING = ("GROUP_ROWS", "BY_ROW", "HALVES", "NVIDIA", "FLOAT8_X", "CODES")  # zeros for weights that are not scaled
 _NO_ROW = tl.constexpr(1 << 30)  # rows from here on count as zeros
 
 
@@ -59,8 +62,8 @@ def _store_hidden(
 @triton.jit(do_not_specialize=["topk", "limit", "alpha"])
 def _product_kernel(
     x_ptr,  # [T, K] if GATED, else [T * topk, K] in the order of the schedule
-    weight_ptr,  # [E, OUTER, K]; with scales [E, OUTER, weight_stride] uint8, the codes of MXFP4
-    scale_ptr,  # [E, OUTER, scale_stride] uint8, or None
+    weight_ptr,  # [E, OUTER, K], codes with scales in float32; [E, OUTER, weight_stride] uint8, the codes of MXFP4
+    scale_ptr,  # [E, OUTER, scale_stride] uint8 of MXFP4; [E, ceil(OUTER / GROUP_ROWS), scale_stride] float32; or None
     bias_ptr,  # [E, OUTER], or None
     out_ptr,  # [T * topk, OUTER / 2] in the order of the schedule if GATED, else [T * topk, OUTER] float32
     order_ptr,  # [T * topk] int32
@@ -81,6 +84,12 @@ def _product_kernel(
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     IN_ORDER: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    HALVES: tl.constexpr,
+    NVIDIA: tl.constexpr,
+    FLOAT8_X: tl.constexpr,
+    CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     item, tile = tl.program_id(0), tl.program_id(1)
@@ -96,7 +105,15 @@ def _product_kernel(
         row = tl.where(here, assignment // topk if GATED else place, _NO_ROW)
         of = Operands(x_ptr, weight_ptr + expert * OUTER * weight_stride, weight_row, row, _NO_ROW, K)
         first_end = tl.minimum(K, split_length)
-        if scale_ptr is not None:
+        if GROUP_ROWS > 0:
+            SCALING: tl.constexpr = Scaling(BY_ROW, HALVES, NVIDIA, FLOAT8_X, False, CODES)
+            own = scale_ptr + expert * tl.cdiv(OUTER, GROUP_ROWS) * scale_stride
+            scales = scales_of(own, own, weight_row, tile, OUTER, scale_stride, GROUP_ROWS, COLUMNS, GATED)
+            acc = scaled_sum(of, scales, 0, first_end, TILE, SCALING)
+            if IN_ORDER:
+                for k_first in tl.range(split_length, K, split_length):
+                    acc += scaled_sum(of, scales, k_first, tl.minimum(K, k_first + split_length), TILE, SCALING)
+        elif scale_ptr is not None:
             scales = scale_ptr + expert * OUTER * scale_stride
             acc = mxfp4_partial_sum(of, scales, weight_stride, scale_stride, 0, first_end, TILE)
             if IN_ORDER:
@@ -177,7 +194,7 @@ def expert_mlp(
 
 def _launch_product(
     x: Tensor,
-    weight: Tensor | Mxfp4,
+    weight: Matrices,
     bias: Tensor | None,
     out: Tensor,
     schedule: ExpertSchedule,
@@ -186,10 +203,16 @@ def _launch_product(
 ) -> None:
     """The first product with its activation, or the second without."""
     (_, outer, inner), chip = weight.shape, current_chip(x)
-    values, scales = weight if isinstance(weight, Mxfp4) else (weight, None)
+    is_gated, sizes = activation is not None, (chip, inner, schedule.row_tile, x.element_size())
+    scaling, config = dict.fromkeys(_SCALING, 0), product_config(*sizes, isinstance(weight, Mxfp4))
+    if isinstance(weight, ScaledWeight):
+        config = scaled_product_config(*sizes, weight.float8_x)
+        scaling = scaling_options(weight, chip, config.columns // 2, is_gated)
+        values, scales = numbers_of(weight, chip), weight.scales
+    else:
+        values, scales = weight if isinstance(weight, Mxfp4) else (weight, None)
     scale_stride = 0 if scales is None else scales.shape[2]
-    config = product_config(chip, inner, schedule.row_tile, x.element_size(), scales is not None)
-    columns, width = (config.columns, outer) if activation is None else (config.columns // 2, outer // 2)
+    columns, width = (config.columns // 2, outer // 2) if is_gated else (config.columns, outer)
     split = min(inner, config.split)
     limit, alpha = activation or Activation()
     launch(
@@ -203,8 +226,9 @@ def _launch_product(
         COLUMNS=config.columns,
         BLOCK_K=config.block_k,
         EVEN_K=inner % config.block_k == 0 and split % config.block_k == 0,
-        GATED=activation is not None,
+        GATED=is_gated,
         CLAMPED=limit is not None,
         IN_ORDER=split < inner,
+        **scaling,
         **pdl_options(chip),
     )

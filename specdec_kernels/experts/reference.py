@@ -7,7 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_kernels.activation.reference import silu_mul
-from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Mxfp4, Routed, Routing, max_items
+from specdec_kernels.experts.types import (
+    Activation,
+    ExpertSchedule,
+    ExpertWeights,
+    Matrices,
+    Mxfp4,
+    Routed,
+    Routing,
+    max_items,
+)
+from specdec_kernels.projection.reference import linear
+from specdec_kernels.projection.types import Product, ScaledWeight
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -97,10 +108,17 @@ def expert_mlp(
 
 def _expert(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
     """The MLP of one expert, not rounded at its end."""
-    hidden = activated(F.linear(x, as_tensor(weights.gate_up, x.dtype), weights.gate_up_bias), activation)
     wide = torch.promote_types(x.dtype, torch.float32)
-    bias = None if weights.down_bias is None else weights.down_bias.to(wide)
-    return F.linear(hidden.to(wide), as_tensor(weights.down, x.dtype).to(wide), bias)
+    hidden = activated(_product(x, weights.gate_up, weights.gate_up_bias, x.dtype), activation)
+    return _product(hidden, weights.down, weights.down_bias, wide)
+
+
+def _product(x: Tensor, weight: Matrices, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x weight^T + bias in `dtype`, that of x or float32."""
+    if isinstance(weight, ScaledWeight):
+        return linear(Product(x, weight), bias, dtype)
+    bias = None if bias is None else bias.to(dtype)
+    return F.linear(x.to(dtype), as_tensor(weight, x.dtype).to(dtype), bias)
 
 
 def as_tensor(weight: Tensor | Mxfp4, dtype: torch.dtype) -> Tensor:

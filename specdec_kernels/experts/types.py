@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec_kernels.projection.types import ScaledWeight
+
 SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
 GROUP_SCORES = ("max", "two_best")
 
@@ -87,11 +89,15 @@ class Mxfp4(NamedTuple):
         return torch.Size((*self.codes.shape[:-1], 2 * self.codes.shape[-1]))
 
 
+Matrices = Tensor | Mxfp4 | ScaledWeight
+"""[E, rows, columns]. A `ScaledWeight` has codes [E, rows, columns], and the scales of each expert."""
+
+
 class ExpertWeights(NamedTuple):
     """gate_up: [E, 2 F, H], the rows of gate, then those of up; down: [E, H, F]; biases [E, 2 F] and [E, H]."""
 
-    gate_up: Tensor | Mxfp4
-    down: Tensor | Mxfp4
+    gate_up: Matrices
+    down: Matrices
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -101,7 +107,9 @@ class ExpertWeights(NamedTuple):
         return ExpertWeights(_of(self.gate_up, expert), _of(self.down, expert), gate_up_bias, down_bias)
 
 
-def _of(weight: Tensor | Mxfp4, expert: int) -> Tensor | Mxfp4:
+def _of(weight: Matrices, expert: int) -> Matrices:
+    if isinstance(weight, ScaledWeight):
+        return weight._replace(codes=weight.codes[expert], scales=weight.scales[expert])
     return Mxfp4(*(part[expert] for part in weight)) if isinstance(weight, Mxfp4) else weight[expert]
 
 

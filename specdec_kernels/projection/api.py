@@ -163,16 +163,21 @@ def _check(x: Tensor, weight: Tensor | ScaledWeight, bias: Tensor | None) -> Non
     expect_contiguous(x=x)
 
 
-def _check_scales(x: Tensor, weight: ScaledWeight) -> None:
-    outer, inner = weight.shape
-    rows, columns = weight.group_rows, weight.group_inner
+def expect_groups(name: str, weight: ScaledWeight) -> None:
+    """Raise ValueError for groups that no kernel reads."""
+    inner, rows, columns = weight.shape[-1], weight.group_rows, weight.group_inner
     if not 0 < rows <= GROUP or rows & rows - 1:
-        raise ValueError(f"weight.group_rows: expected a power of two up to {GROUP}, got {rows}")
+        raise ValueError(f"{name}.group_rows: expected a power of two up to {GROUP}, got {rows}")
     if columns != GROUP and (rows > 1 or columns != inner):
-        raise ValueError(f"weight.group_inner: expected {GROUP}, or {inner} with group_rows=1, got {columns}")
+        raise ValueError(f"{name}.group_inner: expected {GROUP}, or {inner} with group_rows=1, got {columns}")
+
+
+def _check_scales(x: Tensor, weight: ScaledWeight) -> None:
+    expect_groups("weight", weight)
+    outer, inner = weight.shape
     # The reference in float64 takes scales of its own type.
     dtype = torch.float64 if x.dtype == weight.scales.dtype == torch.float64 else torch.float32
-    shape = (-(-outer // rows), -(-inner // columns))
+    shape = (-(-outer // weight.group_rows), -(-inner // weight.group_inner))
     expected = {
         "weight.codes": (weight.codes, (outer, inner), torch.uint8),
         "weight.scales": (weight.scales, shape, dtype),

@@ -43,6 +43,9 @@ _TILES_OF_CODES = {16: (64, 4, 8), 32: (64, 4, 6), 64: (64, 4, 4)}
 # it take twice the registers: no program takes more than 64 rows, nor more than 32 in float32.
 _TILES_OF_ROUNDED = {16: (128, 8, 6), 32: (128, 4, 4), 64: (64, 4, 4)}
 _BOUND_BY_CODES = {False: (64, 4, 4), True: (128, 8, 4)}
+# Groups of weights in flight by the rows of a program, of which two fit a processor, or one where few tiles have splits
+# of many groups. More rows gain nothing.
+_RING, _LONG_RING = {16: 6, 32: 4}, {16: 12, 32: 6}
 _MOST_ROWS_OF_CODES, _MOST_ROWS_OF_FLOAT32_CODES = 64, 32
 ROUNDED_APART_ROWS = 16
 """Rows of x that every program rounds to codes; more are rounded once, before the product."""
@@ -53,7 +56,8 @@ class LinearConfig:
     """columns: weight rows of one program. block_k: inner elements a step. splits: programs that share a column tile,
     each with its part of the inner dimension. rows: rows of x a program takes at once. in_order: one program takes all
     splits of a tile. resident: inner elements of its weights, the last of its split, that a program loads into
-    registers before it waits for its predecessor; 0 for none."""
+    registers before it waits for its predecessor; 0 for none. ring: groups of a float8 weight that a program of
+    `kernel_scaled_hopper` has in flight; 0 where `kernel_scaled` computes."""
 
     columns: int
     block_k: int
@@ -63,6 +67,7 @@ class LinearConfig:
     rows: int
     in_order: bool = False
     resident: int = 0
+    ring: int = 0
 
     def split_length(self, inner: int) -> int:
         """Inner elements of a program: whole steps, or all. Tiles of 64 and of 128 are cut at the same places."""
@@ -118,15 +123,23 @@ def scaled_config(
     tiles, processors = -(-outer // _COLUMNS), _PROCESSORS[chip]
     cut = _splits(inner, min(max(1, 2 * processors // tiles), inner // _SHORTEST_SPLIT), block_k)
     block, many = min(found.rows, _MOST_ROWS_OF_CODES), rows > _MOST_ROWS
+    fills = tiles * cut > 2 * processors
+    ring = _ring(block, 0 if fills else inner // block_k // cut) if float8_x and chip == "sm90" else 0
     if many:
         columns, warps, stages = _BOUND_BY_CODES[float8_x]
-    elif tiles * cut > 2 * processors:
+    elif fills:
         columns, warps, stages = _MANY_TILES_OF_CODES
     else:
         columns, warps, stages = (_TILES_OF_ROUNDED if float8_x else _TILES_OF_CODES)[block]
     # A code is converted in registers; codes and rows of x wait in shared memory.
     fitting = _SHARED_BYTES[chip] // ((columns + block * element_bytes) * block_k)
-    return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1)
+    return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1, ring=ring)
+
+
+def _ring(rows: int, groups: int) -> int:
+    """For programs of `groups` groups, or that fill the chip if 0."""
+    longer = _LONG_RING.get(rows, 0)
+    return longer if longer <= groups else _RING.get(rows, 0)
 
 
 def _programs_a_tile(processors: int, tiles: int) -> int:

@@ -60,22 +60,19 @@ def x_at(of, k_first, lane):
 
 
 @triton.jit
-def _arrive(part_ptr, ticket_ptr, acc, split, splits, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Write this split's partial sum; whether all splits of the tile are written now."""
-    lane = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    tl.store(part_ptr + split * (COLUMNS * ROWS) + lane, acc)
+def arrived(ticket_ptr, splits):
+    """Whether all splits of a tile have written their partial sums, now that this one has."""
     tl.debug_barrier()  # all threads have stored before one of them raises the counter
     return tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == splits - 1
 
 
 @triton.jit
-def _sum_of_splits(part_ptr, splits, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """[COLUMNS, ROWS] float32: the partial sums added in order. Read past the first-level cache, which does not see
-    what other processors write."""
-    lane = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    total = tl.load(part_ptr + lane, cache_modifier=".cg")
+def sum_of_splits(at, splits, SIZE: tl.constexpr):
+    """The partial sums, SIZE numbers apart, added in order. Read past the first-level cache, which does not see what
+    other processors write."""
+    total = tl.load(at, cache_modifier=".cg")
     for split in tl.range(1, splits):
-        total += tl.load(part_ptr + split * (COLUMNS * ROWS) + lane, cache_modifier=".cg")
+        total += tl.load(at + split * SIZE, cache_modifier=".cg")
     return total
 
 
@@ -120,9 +117,12 @@ def finish(
         _write(out_ptr, bias_ptr, acc, of, tile, OUTER, TILE, GATED)
     else:
         place = tl.program_id(0) * tl.num_programs(1) + tile
-        tile_ptr = part_ptr + place.to(tl.int64) * splits * (TILE.COLUMNS * TILE.ROWS)
-        if _arrive(tile_ptr, ticket_ptr + place, acc, split, splits, TILE.COLUMNS, TILE.ROWS):
-            total = _sum_of_splits(tile_ptr, splits, TILE.COLUMNS, TILE.ROWS)
+        SIZE: tl.constexpr = TILE.COLUMNS * TILE.ROWS
+        lane = tl.arange(0, TILE.COLUMNS)[:, None] * TILE.ROWS + tl.arange(0, TILE.ROWS)[None, :]
+        at = part_ptr + place.to(tl.int64) * splits * SIZE + lane
+        tl.store(at + split * SIZE, acc)
+        if arrived(ticket_ptr + place, splits):
+            total = sum_of_splits(at, splits, SIZE)
             tl.store(ticket_ptr + place, 0)
             _write(out_ptr, bias_ptr, total, of, tile, OUTER, TILE, GATED)
 

@@ -29,13 +29,13 @@ from torch import Tensor
 from specdec_kernels.kv_write.kernel import to_e4m3
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.projection import kernel_scaled_hopper
 from specdec_kernels.projection.configs import ROUNDED_APART_ROWS, LinearConfig
 from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
-from specdec_kernels.projection.types import GROUP, LARGEST_CODE, LEAST_MAGNITUDE, Product, ScaledWeight
+from specdec_kernels.projection.rounding import multiplies_codes, rounded, rounded_rows
+from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
 _GROUP = tl.constexpr(GROUP)
-_LARGEST = tl.constexpr(LARGEST_CODE)
-_LEAST = tl.constexpr(LEAST_MAGNITUDE)
 _TORCH_ROWS = 16  # a multiple of which torch multiplies
 _TWO_120 = tl.constexpr(2.0**120)
 # Four codes in a register to two registers of two numbers: the bytes spread to the upper halves, the seven bits below
@@ -101,7 +101,7 @@ class Scaling(NamedTuple):
 
 
 @triton.jit
-def _scales_of(
+def scales_of(
     scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS: tl.constexpr, GATED: tl.constexpr
 ):
     """Where a program's scales begin; a gated tile holds rows of two places."""
@@ -128,20 +128,12 @@ def _scale_at(scales, group, COLUMNS: tl.constexpr, HALVES: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x):
-    """x [GROUP, N] in float32, between -448 and 448, and its scales [N], from the largest magnitudes."""
-    wide = x.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(wide), 0), _LEAST)
-    return wide * tl.div_rn(_LARGEST, largest)[None], tl.div_rn(largest, _LARGEST)
-
-
-@triton.jit
 def _x_of(x, scales, of, group, SCALING: tl.constexpr):
     """A group of x as the product takes it, and what its sums are multiplied by, [ROWS]."""
     if SCALING.APART:
         numbers, scale = x, tl.load(scales.x + group * of.rows + of.row, mask=of.row < of.rows, other=0.0)
     else:
-        wide, scale = _rounded(x)
+        wide, scale = rounded(x, 0)
         numbers = wide.to(tl.float8e4nv) if SCALING.CODES else widened(to_e4m3(wide), x, SCALING.NVIDIA)
     return numbers, scale
 
@@ -185,29 +177,6 @@ def scaled_sum(of, scales, k_first, k_end, TILE: tl.constexpr, SCALING: tl.const
     return acc * following[:, None] if SCALING.BY_ROW else acc
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _round_rows_kernel(
-    x_ptr,  # [rows, K]
-    code_ptr,  # [programs, K] float8, or uint8 unless CODES
-    scale_ptr,  # [groups, programs] float32
-    rows,
-    K,
-    GROUPS: tl.constexpr,
-    CODES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One row a program; programs past the last row take it again."""
-    row = tl.program_id(0)
-    at = tl.arange(0, _GROUP)[:, None] + tl.arange(0, GROUPS)[None, :] * _GROUP
-    wait_for_predecessor(PDL)
-    x_ptr += tl.minimum(row, rows - 1).to(tl.int64) * K
-    wide, scale = _rounded(tl.load(x_ptr + at, mask=at < K, other=0.0))
-    launch_dependents(PDL)
-    tl.store(code_ptr + row.to(tl.int64) * K + at, wide.to(tl.float8e4nv) if CODES else to_e4m3(wide), mask=at < K)
-    group = tl.arange(0, GROUPS)
-    tl.store(scale_ptr + group * tl.num_programs(0) + row, scale, mask=group * _GROUP < K)
-
-
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _scaled_linear_kernel(
     x_ptr,  # [rows, K], codes if APART
@@ -246,7 +215,7 @@ def _scaled_linear_kernel(
     TILE: tl.constexpr = Tile(ROWS, COLUMNS, BLOCK_K, EVEN_K)
     SCALING: tl.constexpr = Scaling(BY_ROW, HALVES, NVIDIA, FLOAT8_X, APART, CODES)
     of = Operands(x_ptr, weight_ptr, weight_row, row, rows, K)
-    scales = _scales_of(scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS, GATED)
+    scales = scales_of(scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS, GATED)
     k_first = split * split_length
     wait_for_predecessor(PDL)
     acc = scaled_sum(of, scales, k_first, tl.minimum(K, k_first + split_length), TILE, SCALING)
@@ -258,29 +227,22 @@ def _scaled_linear_kernel(
     finish(out_ptr, bias_ptr, part_ptr, ticket_ptr, acc, of, tile, split, splits, OUTER, TILE, GATED)
 
 
-def rounded_rows(x: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Codes [rows, K] of x [..., K] and scales [ceil(K / 128), rows] float32, as the product rounds x by itself; the
-    last row again up to a multiple of rows. Codes are float8_e4m3fn where the chip multiplies them, else uint8."""
-    inner, chip = x.shape[-1], current_chip(x)
-    groups, rows = -(-inner // GROUP), x.numel() // inner
-    programs = -(-rows // multiple) * multiple
-    dtype = torch.float8_e4m3fn if _multiplies_codes(chip) else torch.uint8
-    codes = torch.empty((programs, inner), dtype=dtype, device=x.device)
-    scales = torch.empty((groups, programs), dtype=torch.float32, device=x.device)
-    launch(
-        _round_rows_kernel,
-        (programs,),
-        *(x, codes, scales, rows, inner),
-        num_warps=4,
-        GROUPS=triton.next_power_of_2(groups),
-        CODES=_multiplies_codes(chip),
-        **pdl_options(chip),
+def scaling_options(weight: ScaledWeight, chip: str, half: int, is_gated: bool) -> dict[str, Any]:
+    """Compile-time arguments of a kernel that calls `scaled_sum`, for tiles of twice `half` rows of the weight."""
+    outer, inner = weight.shape[-2:]
+    return dict(
+        GROUP_ROWS=weight.group_rows,
+        BY_ROW=weight.group_rows == 1 and weight.group_inner >= inner,
+        HALVES=weight.group_rows % half == 0 and not (is_gated and outer // 2 % half),
+        NVIDIA=chip.startswith("sm"),
+        FLOAT8_X=weight.float8_x,
+        CODES=weight.float8_x and multiplies_codes(chip),
     )
-    return codes, scales
 
 
-def _multiplies_codes(chip: str) -> bool:
-    return chip in ("sm90", "sm100")
+def numbers_of(weight: ScaledWeight, chip: str) -> Tensor:
+    """The codes as a kernel takes them: float8 where the chip multiplies them, else bytes."""
+    return weight.codes.view(torch.float8_e4m3fn) if weight.float8_x and multiplies_codes(chip) else weight.codes
 
 
 def torch_takes(product: Product) -> bool:
@@ -313,31 +275,28 @@ def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     x, weight, _ = product
     assert isinstance(weight, ScaledWeight)
     outer, inner = weight.shape
+    if config.ring and kernel_scaled_hopper.takes(product, config):
+        kernel_scaled_hopper.launch_hopper(product, bias, out, is_gated, config)
+        return
     chip, half = current_chip(x), config.columns // 2
     work = work_of(product, out, is_gated, config)
-    multiplies = weight.float8_x and _multiplies_codes(chip)
-    apart = multiplies and product.rows > ROUNDED_APART_ROWS
+    apart = weight.float8_x and multiplies_codes(chip) and product.rows > ROUNDED_APART_ROWS
     numbers, x_scales = rounded_rows(x) if apart else (x, weight.scales)
     launch(
         _scaled_linear_kernel,
         work.grid,
-        *(numbers, x_scales, weight.codes.view(torch.float8_e4m3fn) if multiplies else weight.codes, weight.scales),
+        *(numbers, x_scales, numbers_of(weight, chip), weight.scales),
         *(bias, out, work.part, work.ticket),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        GROUP_ROWS=weight.group_rows,
         ROWS=config.rows,
         COLUMNS=config.columns,
         BLOCK_K=config.block_k,
         EVEN_K=inner % config.block_k == 0,
         GATED=is_gated,
         IN_ORDER=config.in_order,
-        BY_ROW=weight.group_rows == 1 and weight.group_inner >= inner,
-        HALVES=weight.group_rows % half == 0 and not (is_gated and outer // 2 % half),
-        NVIDIA=chip.startswith("sm"),
-        FLOAT8_X=weight.float8_x,
         APART=apart,
-        CODES=multiplies,
+        **scaling_options(weight, chip, half, is_gated),
         **pdl_options(chip),
     )

@@ -18,13 +18,13 @@ from specdec_kernels.projection import (
     device,
     kernel,
     kernel_library,
-    kernel_scaled,
     linear,
     linear_add_rms_norm,
     linear_all_reduce_add_rms_norm,
     linear_argmax,
     linear_silu_mul,
     reference,
+    rounding,
 )
 from specdec_kernels.projection.cases import WEIGHTS, argmax_inputs, linear_inputs, normed_inputs, scaled_inputs
 from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
@@ -65,7 +65,7 @@ def test_a_row_of_a_scaled_product_has_the_same_bits_among_others(groups: tuple[
 @pytest.mark.parametrize("inner", [40, 640])
 def test_codes_of_x_written_before_the_product_are_those_of_the_definition(inner: int) -> None:
     x = scaled_inputs(Maker.seeded(DEVICE, DTYPE), 7, 1, inner, float8_x=True)["x"]
-    codes, scales = kernel_scaled.rounded_rows(x, multiple=4)
+    codes, scales = rounding.rounded_rows(x, multiple=4)
     expected, expected_scales = (torch.cat([part, part[-1:]]) for part in reference.rounded(x))
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales.T, expected_scales)
 

@@ -54,7 +54,7 @@ class ExpertTensors(Fusable):
 
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
-        self.num_experts, self._same = sizes.num_experts, sizes.same
+        self.num_experts, self.same = sizes.num_experts, sizes.same
         self.gate_up_proj = nn.Parameter(torch.zeros(sizes.num_experts, 2 * sizes.width, config.hidden_size))
         self.down_proj = nn.Parameter(torch.zeros(sizes.num_experts, config.hidden_size, sizes.width))
 
@@ -66,25 +66,33 @@ class ExpertTensors(Fusable):
         nn.init.normal_(self.gate_up_proj, std=self.gate_up_proj.shape[2] ** -0.5)
         nn.init.zeros_(self.down_proj)
 
-    @property
-    def _num_stored(self) -> int:
-        return 1 if self._same else self.num_experts
-
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
         """Published checkpoints have a tensor of each projection per expert."""
-        if f"{prefix}0.down_proj.weight" not in stored:
-            return
-        by_name: dict[str, list[Any]] = {
-            name: [stored.pop(f"{prefix}{expert}.{name}.weight", None) for expert in range(self._num_stored)]
-            for name in ("gate_proj", "up_proj", "down_proj")
-        }
-        if any(part is None for parts in by_name.values() for part in parts):
-            return  # what is missing is then reported by name
-        gates, ups, downs = by_name.values()
-        gate_up = [gate.joined(up) for gate, up in zip(gates, ups, strict=True)]
-        for name, parts in (("gate_up_proj", gate_up), ("down_proj", downs)):
-            first, others = parts[0], parts[1:]
-            stored[prefix + name] = first.repeated(self.num_experts) if self._same else first.stacked(others)
+        for name, tensor in joined_experts(prefix, stored, "weight", self.num_experts, self.same).items():
+            stored[prefix + name] = tensor
+
+
+def joined_experts(
+    prefix: str, stored: dict[str, Any], suffix: str, num_experts: int, same: bool, change: Any = None
+) -> dict[str, Any]:
+    """Takes `suffix` of each expert's projections from `stored` and gives those of all experts; nothing where one is
+    missing, which is then reported by name. `change` makes another `Stored` of each. `same`: one expert is stored."""
+    if f"{prefix}0.down_proj.{suffix}" not in stored:
+        return {}
+    by_name: dict[str, list[Any]] = {
+        name: [stored.pop(f"{prefix}{expert}.{name}.{suffix}", None) for expert in range(1 if same else num_experts)]
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    if any(part is None for parts in by_name.values() for part in parts):
+        return {}
+    if change is not None:
+        by_name = {name: [change(name, part) for part in parts] for name, parts in by_name.items()}
+    gates, ups, downs = by_name.values()
+    gate_up = [gate.joined(up) for gate, up in zip(gates, ups, strict=True)]
+    return {
+        name: parts[0].repeated(num_experts) if same else parts[0].stacked(parts[1:])
+        for name, parts in (("gate_up_proj", gate_up), ("down_proj", downs))
+    }
 
 
 class BiasedExpertTensors(ExpertTensors):
@@ -185,6 +193,7 @@ def _gates_first(x: Tensor) -> Tensor:
 class Experts(MLP):
     """The weighted sum of the chosen experts, and shared ones or sigmoid(shared_expert_gate x) shared_expert(x)."""
 
+    unscaled = ("shared_expert_gate",)
     imbalance: Tensor | None = None
     """How unevenly the last forward with gradients chose, see `training.imbalance`."""
     schedule: kernels.ExpertSchedule | None = None

@@ -13,8 +13,8 @@ from algorithms.models.architectures import ARCHITECTURES, find_architecture
 from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder
 from algorithms.models.experts.config import ExpertsConfig
+from algorithms.models.experts.scaled import quantise_experts
 from algorithms.models.folder import ModelError, read_json, resolve_folder
-from algorithms.models.latent.config import LatentConfig
 from algorithms.models.loading.stored import check_layers, stored_tensors
 from algorithms.models.loading.weights import load_weights
 from algorithms.models.scaled_linear import SUPPORTED, WeightFormat, quantise
@@ -45,9 +45,10 @@ class TargetFolder:
 
 @dataclass(frozen=True)
 class Target(TargetFolder):
-    """A target with its weights loaded."""
+    """A target with its weights loaded. `weight_dtype` as asked for: its drafters are loaded so too."""
 
     model: Decoder
+    weight_dtype: str = field(default="auto", kw_only=True)
 
     @property
     def device(self) -> torch.device:
@@ -71,15 +72,32 @@ def load_target(
         model = Decoder(found.config)
     ignored = {"lm_head.weight"} if found.config.tie_word_embeddings else set()
     ignored |= {name for name in stored_tensors(found.path, text_name) if _is_other(name, found.config)}
-    rounds_activations = weight_dtype != "fp8_w8a16"
-    weight_format = found.weight_format and replace(found.weight_format, float8_x=rounds_activations)
+    weight_format = found.weight_format and replace(found.weight_format, float8_x=_asked(weight_dtype).float8_x)
     load_weights(model, found.path, device, dtype, ignored=ignored, rename=text_name, weight_format=weight_format)
     for name, parameter in model.named_parameters():
         if offset := norm_offset(name, found.config):
             parameter.data += offset
     if weight_dtype != "auto" and weight_format is None:
-        quantise(model.model.layers, WeightFormat(float8_x=rounds_activations))
-    return Target(found.config, found.path, model, origin=found.origin, weight_format=weight_format)
+        _quantise(model.model.layers, _asked(weight_dtype))
+    return Target(
+        found.config, found.path, model, origin=found.origin, weight_format=weight_format, weight_dtype=weight_dtype
+    )
+
+
+def quantise_drafter(drafter: torch.nn.Module, target: Target) -> None:
+    """Float8 for the projections of a drafter, its own LM head too, where it was asked for with the target."""
+    if target.weight_dtype != "auto":
+        _quantise(drafter, _asked(target.weight_dtype))
+
+
+def _quantise(layers: torch.nn.Module, weight_format: WeightFormat) -> None:
+    quantise_experts(layers, weight_format)
+    quantise(layers, weight_format)
+
+
+def _asked(weight_dtype: str) -> WeightFormat:
+    """The format of weights that are quantised as they are loaded."""
+    return WeightFormat(float8_x=weight_dtype != "fp8_w8a16")
 
 
 def norm_offset(name: str, config: DecoderConfig) -> int:
@@ -105,8 +123,8 @@ def read_target(path: str | Path) -> TargetFolder:
 def load_draft(
     path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype, same_vocabulary: bool = True
 ) -> Target:
-    """Load the small language model that `read_draft` finds."""
-    return load_target(read_draft(path, target, same_vocabulary).path, device, dtype)
+    """Load the small language model that `read_draft` finds, with weights of the dtype asked for with the target."""
+    return load_target(read_draft(path, target, same_vocabulary), device, dtype, target.weight_dtype)
 
 
 def read_draft(path: str | Path, target: TargetFolder, same_vocabulary: bool = True) -> TargetFolder:
@@ -238,15 +256,12 @@ def check_weight_dtype(found: TargetFolder, weight_dtype: str) -> None:
     so."""
     if found.weight_format is None and weight_dtype == "auto":
         return
-    kinds = {type(kind) for kind in (*found.config.mixings, *found.config.mlps)}
-    # The latent projection has a use of its own: it stays as it is stored, or is not read.
-    refused = kinds & ({ExpertsConfig} if found.weight_format is None else {ExpertsConfig, LatentConfig})
-    if refused:
+    if any(isinstance(mlp, ExpertsConfig) and (mlp.mxfp4 or mlp.biased) for mlp in found.config.mlps):
         raise ModelError(
             "the target has layers that do not take float8 weights",
             where=found.path / CONFIG_FILE,
-            expected="attention, linear attention and SwiGLU layers",
-            actual=", ".join(sorted(kind.__name__ for kind in refused)),
+            expected="experts without biases, and not in MXFP4",
+            actual=f"those of {found.config.architecture}",
             fix="use the unquantised checkpoint with runtime.weight_dtype=auto",
         )
 

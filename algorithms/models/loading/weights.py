@@ -7,6 +7,7 @@ one at a time, cast, checked for NaN and infinity, and assigned.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,10 +15,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from algorithms.models.decoder import Block
+from algorithms.models.experts.module import ExpertTensors
+from algorithms.models.experts.scaled import make_experts_scaled
 from algorithms.models.folder import COPY_AGAIN, ModelError
 from algorithms.models.fusion import Fusable
 from algorithms.models.loading.stored import Stored, stored_tensors, unreadable
-from algorithms.models.scaled_linear import WeightFormat, make_scaled
+from algorithms.models.scaled_linear import WeightFormat, dequantised, make_scaled
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOAT8_DTYPE = "F8_E4M3"
@@ -51,10 +54,14 @@ def load_weights(
         for name, tensor in stored_tensors(folder, rename, pickles).items()
         if name not in ignored and not name.endswith(ROTARY_BUFFER)
     }
+    if weight_format is not None:
+        make_experts_scaled(module, weight_format, _float8_experts(module, stored))
     parts = {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Fusable)}
     for prefix, part in parts.items():
         part.adopt(prefix, stored)
     if weight_format is not None:
+        for name in [prefix + name for prefix, part in parts.items() for name in part.unscaled]:
+            _dequantise(stored, name, weight_format)
         make_scaled(module, weight_format, _float8_layers(module, stored))
     wanted = module.state_dict()
     parts = {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Fusable)}
@@ -79,6 +86,24 @@ def _float8_layers(module: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
         if isinstance(part, nn.Linear)
     }
     return {name for name in names if f"{name}.weight" in stored and stored[f"{name}.weight"].dtype == FLOAT8_DTYPE}
+
+
+def _float8_experts(module: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
+    """Names of the experts of layers whose weights are stored in float8."""
+    experts = {name for name, part in module.named_modules() if isinstance(part, ExpertTensors)}
+    first = {name: stored.get(f"{name}.0.down_proj.weight") for name in experts}
+    return {name for name, tensor in first.items() if tensor is not None and tensor.dtype == FLOAT8_DTYPE}
+
+
+def _dequantise(stored: dict[str, Stored], name: str, weight_format: WeightFormat) -> None:
+    """Read a projection that its module uses otherwise as the numbers that its float8 codes and scales are."""
+    codes, scales = stored.get(f"{name}.weight"), stored.get(f"{name}.{weight_format.scale_name}")
+    if codes is None or scales is None or codes.dtype != FLOAT8_DTYPE:
+        return
+    scales.check_shape(scales.shape == (shape := weight_format.scale_shape(*codes.shape)), list(shape))
+    del stored[f"{name}.{weight_format.scale_name}"]
+    weight = codes.changed(codes.shape, lambda x: dequantised(x, scales.read(), weight_format))
+    stored[f"{name}.weight"] = replace(weight, dtype="F32")
 
 
 def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:

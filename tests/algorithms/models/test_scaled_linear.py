@@ -17,12 +17,13 @@ from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.layers import SwiGLU
 from algorithms.models.loading import load_target, read_target
 from algorithms.models.loading.stored import stored_tensors
+from algorithms.models.loading.target import check_weight_dtype
 from algorithms.models.packing import packed
 from algorithms.models.scaled_linear import ScaledLinear, WeightFormat, quantised_blocks
 from algorithms.parallel.shares import check_shareable
 from specdec_kernels.projection import reference
 from specdec_kernels.projection.reference import dequantised as of_record
-from tests.algorithms.layer_kinds import EXPERTS, LATENT
+from tests.algorithms.layer_kinds import EXPERTS
 from tests.algorithms.scaled_folders import (
     BLOCKS,
     CONFIGS,
@@ -33,7 +34,7 @@ from tests.algorithms.scaled_folders import (
     scaled_config,
     write_scaled_target,
 )
-from tests.algorithms.tiny_folders import change_weights, edit_json, refusal, small_config, write_target, write_weights
+from tests.algorithms.tiny_folders import change_weights, edit_json, refusal, write_target, write_weights
 
 FORMATS = {"blocks": WeightFormat(), "rows": WeightFormat(by_row=True, scale_name="weight_scale")}
 
@@ -237,14 +238,15 @@ def test_blocks_of_compressed_tensors_have_another_name() -> None:
 
 
 def test_layers_that_take_no_float8_are_refused(tmp_path: Path) -> None:
-    for place, kinds in {"experts": dict(mlps=(EXPERTS,) * 4), "latent": dict(mixings=(LATENT,) * 4)}.items():
-        folder = tmp_path / place
-        name = "deepseek_v2" if place == "latent" else "qwen3_moe"
-        write_target(folder, small_config(**kinds, architecture=name, qk_norm=place == "experts"))
-        if place == "experts":
-            refusal(lambda folder=folder: load_target(folder, "cpu", torch.float32, "fp8"), "ExpertsConfig")
-        edit_json(folder / "config.json", quantization_config=BLOCKS)
-        refusal(lambda folder=folder: read_target(folder), "layers that do not take float8", "SwiGLU")
+    write_target(tmp_path)
+    found = read_target(tmp_path)
+    for change in (dict(biased=True), dict(mxfp4=True)):
+        layers = (replace(EXPERTS, **change),) * found.config.num_layers
+        other = replace(found, config=replace(found.config, mlps=layers))
+        check_weight_dtype(other, "auto")
+        refusal(lambda other=other: check_weight_dtype(other, "fp8"), "do not take float8", "experts without biases")
+        stored = replace(other, weight_format=FORMATS["blocks"])
+        refusal(lambda stored=stored: check_weight_dtype(stored, "auto"), "do not take float8")
 
 
 def test_processes_do_not_share_scales(tmp_path: Path) -> None:
