@@ -16,6 +16,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from specdec_kernels.interpreter_operators import Operators
+
 FAST_INTERPRETER = "SPECDEC_FAST_INTERPRETER"
 
 
@@ -54,6 +56,7 @@ def _patch_known(interpreter: Any) -> Callable[..., None]:
     """The interpreter's replacement of the functions of one module or class, with their names kept."""
     is_builtin = interpreter.tl.core.is_builtin
     names: dict[Any, list[str]] = {}
+    operators = Operators(interpreter)
 
     def patch(holder: Any, builder: Any, scope: Any) -> None:
         if holder not in names:
@@ -65,6 +68,8 @@ def _patch_known(interpreter: Any) -> Callable[..., None]:
             member = getattr(holder, name)
             if is_builtin(member):
                 interpreter._patch_attr(holder, name, member, builder, scope)
+                if holder is interpreter.tl.tensor:  # the scope knows what was there before
+                    setattr(holder, name, operators.of(name, getattr(holder, name)))
 
     return patch
 
