@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 _KEPT = 8192  # types of results; those of pointers belong to one launch
-_ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide}
+# Names of functions of NumPy, which is the interpreter's and no requirement of this package.
+_ARITHMETIC = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide"}
 _COMPARISONS = {
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal", "ne": "not_equal",
 }  # fmt: skip
-_BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+_BITS = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
 
 
 class Operators:
@@ -25,7 +24,7 @@ class Operators:
     else."""
 
     def __init__(self, interpreter: Any) -> None:
-        self._interpreter, tl = interpreter, interpreter.tl
+        self._interpreter, self._numpy, tl = interpreter, interpreter.np, interpreter.tl
         self._integers = frozenset(map(id, (tl.int32, tl.int64)))
         self._floats = frozenset(map(id, (tl.float32, tl.float64)))
         self._numbers = self._integers | self._floats
@@ -47,11 +46,12 @@ class Operators:
         return self._index(slow) if plain == "getitem" else slow
 
     def _operator(
-        self, operation: Any, name: str, kinds: frozenset[int], slow: Callable[..., Any]
+        self, function: str, name: str, kinds: frozenset[int], slow: Callable[..., Any]
     ) -> Callable[..., Any]:
         tl, builder, results = self._interpreter.tl, self._interpreter.interpreter_builder, self._results
         number, keep, made, integers = self._number, self._keep, self._made, self._integers
         compares, adds, tensor, wide = name in _COMPARISONS, name == "add", tl.tensor, tl.int64
+        operation, unsigned = getattr(self._numpy, function), self._numpy.uint64
 
         def apply(left: Any, right: Any, **rest: Any) -> Any:
             kind, other = left.dtype, None
@@ -62,7 +62,7 @@ class Operators:
                 other, operand = right.dtype, right.handle.data
                 both = id(other) in integers
                 if not known and adds and both and kind.is_ptr():
-                    operand = max(1, kind.element_ty.primitive_bitwidth // 8) * operand.astype(np.uint64)
+                    operand = max(1, kind.element_ty.primitive_bitwidth // 8) * operand.astype(unsigned)
                 elif not known or other is not kind and not (both and id(kind) in integers):
                     return slow(left, right, **rest)
                 key = (compares, id(left.shape), id(right.shape), id(kind), id(other))
@@ -82,6 +82,7 @@ class Operators:
     def _where(self, slow: Callable[..., Any]) -> Callable[..., Any]:
         tl, results, numbers = self._interpreter.tl, self._results, self._numbers
         number, keep, made, tensor, bit = self._number, self._keep, self._made, tl.tensor, tl.int1
+        choose = self._numpy.where
 
         def where(condition: Any, left: Any, right: Any, **rest: Any) -> Any:
             first, second = type(left) is tensor, type(right) is tensor
@@ -97,7 +98,7 @@ class Operators:
             key = (id(condition.shape), *shapes, id(kind))
             if key not in results:
                 return keep(key, slow(condition, left, right, **rest), condition, left, right)
-            return made(np.where(condition.handle.data, one, two), kind, results[key][0])
+            return made(choose(condition.handle.data, one, two), kind, results[key][0])
 
         return where
 
