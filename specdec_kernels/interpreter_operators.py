@@ -65,7 +65,7 @@ class Operators:
                     operand = max(1, kind.element_ty.primitive_bitwidth // 8) * operand.astype(unsigned)
                 elif not known or other is not kind and not (both and id(kind) in integers):
                     return slow(left, right, **rest)
-                key = (compares, id(left.shape), id(right.shape), id(kind), id(other))
+                key: tuple[int, ...] = (compares, id(left.shape), id(right.shape), id(kind), id(other))
             else:
                 operand = number(right, kind, compares) if known else None
                 if operand is None:
