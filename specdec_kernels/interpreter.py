@@ -16,6 +16,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from specdec_kernels.interpreter_operators import Operators
+
 FAST_INTERPRETER = "SPECDEC_FAST_INTERPRETER"
 
 
@@ -24,7 +26,14 @@ def prepare() -> None:
     """Replace the functions; call it before the first kernel is interpreted."""
     from triton.runtime import interpreter
 
-    needed = ("_patch_lang", "_patch_builtin", "_get_np_dtype", "_LangPatchScope", "_patch_attr", "TritonSemantic")
+    needed = (
+        "_patch_lang",
+        "_patch_builtin",
+        "_get_np_dtype",
+        "_LangPatchScope",
+        "interpreter_semantic",
+        "TritonSemantic",
+    )
     if not all(hasattr(interpreter, name) for name in needed):
         return
     if len(inspect.signature(interpreter._patch_builtin).parameters) != 3:
@@ -51,20 +60,29 @@ def _patch_index(patch_tensor: Callable[..., None]) -> Callable[..., None]:
 
 
 def _patch_known(interpreter: Any) -> Callable[..., None]:
-    """The interpreter's replacement of the functions of one module or class, with their names kept."""
-    is_builtin = interpreter.tl.core.is_builtin
-    names: dict[Any, list[str]] = {}
+    """The interpreter's replacement of the functions of one module or class, with the replacements kept."""
+    is_builtin, semantic = interpreter.tl.core.is_builtin, interpreter.interpreter_semantic
+    kept: dict[Any, dict[str, Callable[..., Any]]] = {}
+    operators = Operators(interpreter)
+
+    def interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*arguments, **named)
+
+        return call
 
     def patch(holder: Any, builder: Any, scope: Any) -> None:
-        if holder not in names:
-            found = [name for name, member in inspect.getmembers(holder) if is_builtin(member)]
+        if holder not in kept:
+            found = {name: member for name, member in inspect.getmembers(holder) if is_builtin(member)}
             if not found:  # they are replaced at this moment
                 return
-            names[holder] = found
-        for name in names[holder]:
-            member = getattr(holder, name)
-            if is_builtin(member):
-                interpreter._patch_attr(holder, name, member, builder, scope)
+            plain = {name: interpreted(inspect.unwrap(member)) for name, member in found.items()}
+            short = plain if holder is interpreter.tl.tensor else plain.keys() & {"where"}
+            kept[holder] = plain | {name: operators.of(name, plain[name]) for name in short}
+        for name, replacement in kept[holder].items():
+            if is_builtin(getattr(holder, name)):
+                scope.set_attr(holder, name, replacement)
 
     return patch
 

@@ -24,7 +24,7 @@ from algorithms.step.adaptive import (
     StepCosts,
     step_sizes,
 )
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, Watched, hinted
+from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, Watched, hinted
 from tests.algorithms.test_mixed_prefill import Rides
 from tests.algorithms.toy import Scripted, Setup, answers, autoregressive, changed, engine_of, requests, run, scripts
 
@@ -36,7 +36,7 @@ CHEAP = StepCosts({(1, 1): 1.0, (1, 2): 1.0, (1, 256): 1.0001})
 """Nodes cost nearly nothing."""
 DEAR = StepCosts({(1, 1): 1.0, (1, 2): 4.0, (1, 256): 400.0})
 """No draft pays."""
-DRAFTING = sorted(set(ALL_MAKERS) - {"autoregressive"})
+DRAFTING = [name for name in KINDS if name != "autoregressive"]
 
 
 @pytest.fixture(autouse=True)

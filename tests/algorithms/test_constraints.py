@@ -19,7 +19,7 @@ from algorithms.engine.request import Completion, EngineError, Request
 from algorithms.standalone import Standalone
 from algorithms.step.sampling_params import GrammarParams, SamplingNeeds
 from experiments.tasks.numerical_tie import look_at
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, blurred_target, chi_square_p, hinted
+from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, blurred_target, chi_square_p, hinted
 from tests.algorithms.reference_loop import following, plainly
 from tests.algorithms.toy import VOCAB, Setup, autoregressive, changed, engine_of, requests, run, scripts
 
@@ -122,7 +122,7 @@ def test_what_is_written_parses() -> None:
     assert ended >= 4
 
 
-@pytest.mark.parametrize("maker", ALL_MAKERS)
+@pytest.mark.parametrize("maker", [*KINDS, "dflash_chain"])
 def test_every_algorithm_writes_what_the_loop_writes(maker: str) -> None:
     """Requests with and without grammars side by side, greedy and sampled, rows handed on."""
     completions = served(maker, setup())

@@ -17,7 +17,7 @@ from algorithms.models.loading import Target
 from algorithms.standalone import Standalone
 from algorithms.step import step
 from specdec_kernels import Accepted, TreeLinks
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, Watched
+from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, Watched
 from tests.algorithms.toy import (
     VOCAB,
     Scripted,
@@ -62,7 +62,7 @@ def served(maker: str, few: list, setup: Setup) -> tuple[list[list[int]], list]:
     return [c.token_ids for c in run(algorithm, few, setup, TARGET).completions], watched.drafts
 
 
-@pytest.mark.parametrize(("backend", "maker"), [("fa4", m) for m in ALL_MAKERS] + [("torch", "eagle3_tree")])
+@pytest.mark.parametrize(("backend", "maker"), [("fa4", m) for m in KINDS] + [("torch", "eagle3_tree")])
 def test_nothing_is_read_before_it_is_written(monkeypatch: pytest.MonkeyPatch, backend: str, maker: str) -> None:
     """What stands in a recycled page behind the text reaches neither the answer nor the drafts."""
     setup = Setup(backend, page_size=4)

@@ -20,7 +20,7 @@ from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine
 pytestmark = pytest.mark.usefixtures("random_drafters")
 
 TOKENS = 14
-MAKERS = ("autoregressive", "standalone_chain", "standalone_tree", "eagle3_tree", "naive_eagle", "dflash_tree", "ngram")
+MAKERS = ("autoregressive", "standalone_chain", "eagle3_tree", "naive_eagle", "dflash_tree", "ngram")
 SAMPLED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.9},

@@ -14,7 +14,7 @@ from tests.algorithms.toy import Setup, autoregressive, changed, engine_of, requ
 
 pytestmark = pytest.mark.usefixtures("random_drafters")
 
-TOKENS = 15
+TOKENS = 12
 
 
 @cache

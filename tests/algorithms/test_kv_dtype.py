@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -9,9 +11,10 @@ from algorithms.attention.backends.protocol import BackendError
 from algorithms.attention.backends.torch import TorchBackend
 from algorithms.attention.cache import KVScales
 from algorithms.engine.engine import Engine
+from algorithms.engine.request import Request
 from algorithms.engine.settings import RuntimeSettings
 from specdec_kernels import AttentionShape
-from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted
+from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, hinted
 from tests.algorithms.toy import (
     CONFIG,
     Setup,
@@ -37,15 +40,21 @@ def factors(k_scale: float = 0.03, v_scale: float = 0.05) -> KVScales:
     return KVScales(k_scale * steps, v_scale * steps)
 
 
+@cache
+def written() -> tuple[list[Request], list[list[int]]]:
+    """Requests, and what the target writes with such a cache alone."""
+    asked = [changed(request, temperature=(0.0, 0.9)[request.id % 2]) for request in requests(4, 10)]
+    return asked, answers(asked, Setup(backend="torch", kv_dtype=E4M3, kv_scales=factors(), max_batch=1), TARGET)
+
+
 @pytest.mark.parametrize(
     ("maker", "backend"),
-    [(maker, "fa4") for maker in ALL_MAKERS]
+    [(maker, "fa4") for maker in KINDS]
     + [(maker, backend) for maker in ("dflash_chain", "eagle3_tree") for backend in ("torch", "hybrid")],
 )
 def test_output_is_that_of_the_target_with_the_same_cache(maker: str, backend: str) -> None:
-    asked = [changed(request, temperature=(0.0, 0.9)[request.id % 2]) for request in requests(4, 10)]
+    asked, alone = written()
     setup = Setup(backend=backend, kv_dtype=E4M3, kv_scales=factors(), max_batch=2)
-    alone = answers(asked, Setup(backend="torch", kv_dtype=E4M3, kv_scales=factors(), max_batch=1), TARGET)
     algorithm = hinted(ALL_MAKERS[maker](), scripts(asked, alone))
     assert [completion.token_ids for completion in run(algorithm, asked, setup, TARGET).completions] == alone
 

@@ -31,8 +31,8 @@ def make_dflash(block_size: int) -> DFlash:
 def test_dflash_greedy(block: int, pair: tuple[str, int]) -> None:
     """Block sizes up to the trained one; each has a batch limit of its own."""
     setup = Setup(*pair, max_batch=1 + block % 8)
-    got = run(make_dflash(block), requests(8), setup, TARGET)
-    assert [c.token_ids for c in got.completions] == written(8)
+    got = run(make_dflash(block), requests(4), setup, TARGET)
+    assert [c.token_ids for c in got.completions] == written(4)
 
 
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
@@ -48,7 +48,7 @@ def test_scripted_acceptance(depth: int, pair: tuple[str, int], decoys: bool) ->
     assert len(set(counts)) >= min(depth, 3)
 
 
-@pytest.mark.parametrize("end", range(1, 15))
+@pytest.mark.parametrize("end", [*range(1, 9), 14])
 def test_end_at_each_position_of_a_block(end: int) -> None:
     """Length limit and stop token fall on each place of a block of 7, the bonus token and its neighbours included."""
     asked = requests(3)
@@ -65,7 +65,7 @@ def test_end_at_each_position_of_a_block(end: int) -> None:
 
 
 def test_seed_decides_not_the_place_in_the_batch() -> None:
-    asked = requests(7, temperature=1.0)
+    asked = requests(7, 12, temperature=1.0)
     one_by_one = answers(asked, Setup(max_batch=1), TARGET)
     shuffled = [asked[i] for i in (3, 0, 6, 2, 5, 1, 4)]
     got = run(make_dflash(8), shuffled, Setup(max_batch=7), TARGET).completions

@@ -72,14 +72,14 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Algorithm]:
 
 @cache
 def greedy_answers() -> list[list[int]]:
-    return answers(requests(6, max_new_tokens=9), Setup(backend="torch", max_batch=1), TARGET)
+    return answers(requests(4, max_new_tokens=8), Setup(backend="torch", max_batch=1), TARGET)
 
 
 @pytest.mark.parametrize("name", ["standalone", "eagle", "eagle3_chain", "dflash_again", "dflash_markov"])
 def test_greedy_rows_and_captured_steps(make: Callable[[str], Algorithm], name: str) -> None:
     """Greedy rows stay the target's own beside sampled ones. Captured steps with padding rows, and other neighbours in
     the batch, draw the same."""
-    asked = [changed(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(6, max_new_tokens=9)]
+    asked = [changed(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(4, max_new_tokens=8)]
     plain, captured = (
         [c.token_ids for c in run(make(name), asked, setup, TARGET).completions]
         for setup in (Setup(max_batch=2), Setup(max_batch=3, graph="step", async_steps=1, page_size=1))

@@ -30,7 +30,7 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "min_p": 0.1, "repetition_penalty": 0.7, "logit_bias": {9: 3.0}},
     {"temperature": 1.3, "frequency_penalty": -1.5},
 )
-MAKERS = ("autoregressive", "standalone_chain", "standalone_tree", "eagle3_tree", "naive_eagle", "dflash_tree", "ngram")
+MAKERS = ("autoregressive", "standalone_tree", "eagle3_tree", "naive_eagle", "dflash_tree", "ngram")
 
 
 def asked() -> list[Request]:

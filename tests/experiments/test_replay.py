@@ -25,11 +25,9 @@ from tests.experiments import program
 
 METHODS = [
     "+task.methods.standalone={name: standalone, steps: 3}",
-    "+task.methods.suffix={name: suffix}",
     "task.methods.eagle3_tree={name: eagle3, steps: 4, topk: 3, num_nodes: 12}",
-    "task.methods.dflash_tree={name: dflash, topk: 3, num_nodes: 12}",
 ]
-ONLY = ("standalone", "suffix", "eagle3_tree", "ngram", "dflash", "dflash_tree")
+ONLY = ("standalone", "eagle3_tree", "ngram", "dflash")
 
 
 def called(home: Path, *words: str) -> tuple[int, str, list[dict[str, Any]], Path | None]:

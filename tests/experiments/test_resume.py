@@ -110,7 +110,7 @@ def same(first: Path, second: Path) -> None:
 
 TASKS = {
     "a drafter that learns": ["algo=ngram"],
-    "compare": ["task=compare", "task.limit=3", "task.only=[standalone,ngram,dflash]"],
+    "compare": ["task=compare", "task.limit=2", "task.only=[ngram,dflash]"],
     "throughput": ["task=throughput", "algo=dflash", "task.concurrency=[1,2]", "task.requests=2"],
 }
 

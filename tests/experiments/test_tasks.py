@@ -210,7 +210,7 @@ LOSSLESS = (
     "task.only=[standalone_rejection,ngram]",
     "task.backends=[fa4,hybrid]",
     "task.page_sizes=[4]",
-    "task.batches=[1,2]",
+    "task.batches=[2]",
     "task.distribution_draws=200",
 )
 

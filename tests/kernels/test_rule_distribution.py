@@ -77,9 +77,9 @@ class Shape:
 TREE = Shape((-1, 0, 0, 1, 1, 2, -2, 0), sampled=(1, 2, 3, 4, 5))
 SHAPES = dict.fromkeys(RULES, TREE) | dict.fromkeys(CHAIN_RULES, Shape((-1, 0, 1, -2), sampled=(1, 2)))
 NEVER = 1 - 2.0**-53
-BISECTIONS = 34
+BISECTIONS = 28
 ROUNDING = 2.0**-21  # of a threshold: the kernel's probabilities are float32, and a handful of them meet in each
-BOUND = {"reference": 1e-8, "triton": 1e-6}
+BOUND = {"reference": 1e-7, "triton": 1e-6}
 
 
 def models(name: str, rule: str = "") -> tuple[torch.Tensor, torch.Tensor]:
@@ -286,7 +286,7 @@ def test_independent_draws_may_be_judged_without_replacement(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", INDEPENDENT)
 def test_draws_without_replacement_must_not_be_judged_as_independent(rule: str) -> None:
-    seen = three_tokens(accept, rule, "spread", sampled_for="without_replacement", halvings=14)
+    seen = three_tokens(accept, rule, "spread", sampled_for="without_replacement", halvings=12)
     assert distance(seen, models("spread")[0]).max() > 1e-3
 
 
@@ -303,7 +303,7 @@ def test_expected_number_of_accepted_drafts(rule: str) -> None:
     for row, temperature in enumerate(TEMPERATURES):
         sampling = SamplingTensors(torch.full((len(tokens),), temperature))
         mean = expected_accepted(rule, tokens, links, target[tokens], TREE.nodes, sampling, by_node)
-        assert torch.allclose(weights * mean, wanted[row], rtol=0, atol=1e-8)
+        assert torch.allclose(weights * mean, wanted[row], rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 6])
@@ -342,7 +342,7 @@ FAULTS = [rows_of_the_draft_moved, recorded_flatter, recorded_in_8_bits, tempera
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rule", SHAPES)
 def test_the_distribution_refuses_a_fault(rule: str, fault: AcceptFunction) -> None:
-    assert distance(three_tokens(fault, rule, "spread", halvings=14), models("spread")[0]).max() > 1e-3
+    assert distance(three_tokens(fault, rule, "spread", halvings=12), models("spread")[0]).max() > 1e-3
 
 
 def case_inputs(name: str) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+"""The short ways of the fast interpreter against Triton's own: values, and every type that a result carries."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter
+
+from specdec_kernels.interpreter import prepare
+from specdec_kernels.interpreter_operators import _ARITHMETIC, _BITS, _COMPARISONS, Operators
+from specdec_kernels.launch import interpreting
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
+
+KINDS = (
+    tl.int1, tl.int8, tl.int32, tl.int64, tl.uint32, tl.float16, tl.float32, tl.float64, tl.pointer_type(tl.int16),
+)  # fmt: skip
+SHAPES = ((), (4,), (4, 1), (1, 4), (2, 4))
+NUMBERS = (0, 3, -5, 2**31, 2**40, True, 0.1, 0.0, 1e-300, 1e39, float("inf"), tl.constexpr(7), tl.constexpr(0.3))
+BINARY = (*_ARITHMETIC, *_COMPARISONS, *_BITS)
+
+
+def tensor(kind: Any, shape: tuple[int, ...]) -> Any:
+    numpy = np.uint64 if kind.is_ptr() else interpreter._get_np_dtype(kind)
+    values = (np.arange(np.prod(shape, dtype=int)) * 7 % 5 + 1).reshape(shape or (1,)).astype(numpy)
+    handle = interpreter.TensorHandle(values, kind)
+    return tl.tensor(handle, tl.block_type(kind, list(shape)) if shape else kind)
+
+
+def outcome(function: Any, *operands: Any) -> Any:
+    try:
+        result = function(*operands)
+    except Exception as error:
+        return type(error)
+    data = np.asarray(result.handle.data)
+    return data.tolist(), data.dtype, data.shape, str(result.handle.dtype), str(result.type), str(result.dtype)
+
+
+def assert_same(name: str, *operands: Any) -> bool:
+    """Three results are equal: Triton's, the first one of the short way and a later one. Whether the last was short."""
+    prepare()
+    holder, calls = (tl if name == "where" else tl.tensor), []
+    member = getattr(holder, name)
+
+    def slow(*arguments: Any, **_: Any) -> Any:
+        calls.append(name)
+        return member(*arguments, _semantic=interpreter.interpreter_semantic)
+
+    with np.errstate(all="ignore"):
+        expected, short = outcome(slow, *operands), Operators(interpreter).of(name, slow)
+        assert outcome(short, *operands) == expected, (name, operands)
+        before = len(calls)
+        assert outcome(short, *operands) == expected, (name, operands)
+    return len(calls) == before
+
+
+@pytest.mark.parametrize("name", [*(f"__{plain}__" for plain in BINARY), "__radd__", "__rsub__"])
+def test_operators_give_what_triton_gives(name: str) -> None:
+    kinds = (tl.int32, tl.int64), (tl.int64, tl.int32), (tl.float32, tl.float32), (KINDS[-1], tl.int32)
+    pairs = [(tensor(one, (4,)), tensor(two, (4,))) for one, two in product(KINDS, KINDS)]
+    pairs += [(tensor(one, a), tensor(two, b)) for (one, two), a, b in product(kinds, SHAPES, SHAPES)]
+    numbers = [(tensor(kind, shape), number) for kind in KINDS for shape in SHAPES[:2] for number in NUMBERS]
+    reverse = name.startswith("__r")  # of numbers alone; none has a short way
+    short = [assert_same(name, *operands) for operands in (numbers if reverse else pairs + numbers)]
+    assert sum(short) == 0 if reverse else 5 < sum(short) < len(short)
+
+
+def test_where_gives_what_triton_gives() -> None:
+    sides: list[Any] = [tensor(kind, shape) for kind in (tl.int32, tl.float32) for shape in SHAPES]
+    conditions = [tensor(tl.int1, shape) for shape in SHAPES]
+    operands = product(conditions, [*sides, 2, 0.5], [*sides, 2, 0.5])
+    assert sum(assert_same("where", *each) for each in operands) > 100
+
+
+def test_new_dimensions_are_what_triton_gives() -> None:
+    everything = slice(None)
+    places = [(everything, None), (None, everything), (everything, None, everything), (None, everything, None), None]
+    for kind, shape, place in product((tl.int32, tl.pointer_type(tl.int16)), SHAPES[1:4], places):
+        assert_same("__getitem__", tensor(kind, shape), place)
+    assert assert_same("__getitem__", tensor(tl.int32, (4,)), places[0])
+
+
+def test_operands_that_go_are_not_mistaken_for_others() -> None:
+    """Types of pointers are made for each launch, and results are kept by the identity of the types."""
+    slow = interpreter.interpreter_semantic.add
+    add = Operators(interpreter).of("__add__", lambda left, right: slow(left, right, False))
+    for width, element in ((1, tl.int8), (8, tl.int64)) * 20:
+        pointer = tl.tensor(
+            interpreter.TensorHandle(np.zeros(1, np.uint64), tl.pointer_type(element)), tl.pointer_type(element)
+        )
+        for _ in range(2):
+            moved = add(pointer, tensor(tl.int32, (4,)))
+            assert (
+                moved.handle.data.tolist() == [width * each for each in (1, 3, 5, 2)]
+                and moved.dtype.element_ty is element
+            )
