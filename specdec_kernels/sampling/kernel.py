@@ -322,6 +322,5 @@ def pick_tokens(
     return_logprobs: bool = False,
     stream: int = TARGET_STREAM,
 ) -> Picked:
-    """See `specdec_kernels.sampling.pick_tokens`."""
     found = select(logits, sampling, positions, uniforms, stream=stream, want_logprobs=return_logprobs)
     return Picked(found.tokens, found.valid, found.logprobs)

@@ -105,12 +105,10 @@ def _count_kernel(
 
 
 def apply_penalties(call: Penalties) -> None:
-    """See `specdec_kernels.sampling.apply_penalties`."""
     _launch_tiles(_penalties_kernel, call.logits, call[1:], WORDS=call.mask.shape[-1])
 
 
 def count_tokens(counts: torch.Tensor, tokens: torch.Tensor, num: torch.Tensor) -> None:
-    """See `specdec_kernels.sampling.count_tokens`."""
     batch, width = tokens.shape
     launch(
         _count_kernel, (batch if width else 0,), counts, tokens, num, num_warps=1, VOCAB=counts.shape[1],
@@ -174,7 +172,6 @@ def _forbid_kernel(
 
 
 def forbid_tokens(call: Forbidden) -> None:
-    """See `specdec_kernels.sampling.forbid_tokens`."""
     (batch, num_nodes, vocab), (count, width) = call.logits.shape, call.words.shape[1:]
     flat, rows = call.logits.flatten(0, 1), batch * num_nodes
     block_r = _rows_of_program(flat)
@@ -212,7 +209,6 @@ def _mask_kernel(
 
 
 def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, constrained: torch.Tensor) -> None:
-    """See `specdec_kernels.sampling.mask_tokens`."""
     _launch_tiles(
         _mask_kernel, logits, (bits, constrained), WORDS=bits.shape[-1], WORD_BITS=MASK_BITS,
     )  # fmt: skip

@@ -133,7 +133,6 @@ def _follow_kernel(
 
 
 def accept(call: Verification) -> Accepted:
-    """See `specdec_kernels.verify.accept`."""
     if call.samples_drafts:
         return accept_sampled(call)
     found = select(
@@ -146,7 +145,6 @@ def accept(call: Verification) -> Accepted:
 def accept_targets(
     tokens: torch.Tensor, tree: TreeLinks, targets: torch.Tensor, lengths: torch.Tensor, max_depth: int
 ) -> Accepted:
-    """See `specdec_kernels.verify.accept_targets`."""
     return _follow(tokens, tree, targets, None, None, lengths, max_depth)
 
 
