@@ -125,7 +125,7 @@ def write_latent(
 
 def _checked(call: MlaCall) -> MlaCall:
     """The call with the host-side bound of its metadata filled in."""
-    q_latent, q_rope, cache, metadata, split_tokens = call
+    q_latent, q_rope, cache, metadata, split_tokens, _ = call
     expect_shape("q_latent", q_latent, (None, None, None, None))
     batch, num_nodes, heads, latent = q_latent.shape
     expect_shape("q_rope", q_rope, (batch, num_nodes, heads, None))

@@ -26,7 +26,7 @@ def mla_attention(call: MlaCall) -> Tensor:
 
 def mla_attention_with_lse(call: MlaCall) -> tuple[Tensor, Tensor]:
     """`split_tokens` has no meaning here."""
-    q_latent, q_rope, cache, metadata, _ = call
+    q_latent, q_rope, cache, metadata = call[:4]
     num_nodes, _, latent = q_latent.shape[1:]
     max_length = metadata.max_length
     assert max_length is not None and metadata.scale is not None

@@ -16,7 +16,8 @@ class MlaCall(NamedTuple):
     q_rope: Tensor
     cache: Tensor
     metadata: AttentionMetadata
-    split_tokens: int | None
+    split_tokens: int | None = None
+    batch_invariant: bool = False
 
 
 class LatentStore(NamedTuple):
