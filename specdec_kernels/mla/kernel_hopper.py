@@ -58,7 +58,7 @@ _ROWS = gl.constexpr(64)
 _PIECE = gl.constexpr(128)  # columns
 _LAG = gl.constexpr(2)  # pieces that the producer has requested beyond the one that it announces
 # Registers of a thread: before they are shared out, and in a computing group. The producer has what is left.
-_SETTINGS = dict(maxnreg=168, COMPUTING=216)
+_SETTINGS = dict(maxnreg=168, COMPUTING=224)
 
 
 class Call(NamedTuple):
@@ -299,7 +299,7 @@ RUN_TIME_SIZES = [*Splits._fields, "num_splits", "table_stride"]
 
 
 @gluon.jit(do_not_specialize=RUN_TIME_SIZES)
-def _hopper_kernel(
+def _mla_hopper_kernel(
     q_latent_ptr,  # [B, N, H, 512]
     q_rope_ptr,  # [B, N, H, 64]
     cache_ptr,  # [pages, PAGE, 576]
@@ -370,7 +370,7 @@ def launch_warp_specialized(call: MlaCall, work: WorkShape, out: Tensor, lse: Te
     """Write `out` and `lse`: the partial results or, without splits, the results."""
     q_latent, q_rope, cache, metadata = call[:4]
     launch(
-        _hopper_kernel,
+        _mla_hopper_kernel,
         (work.programs(1, False, 0),),
         *(q_latent, q_rope, cache, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask, out, lse),
         *(work.num_nodes, work.num_splits, *work.sizes, metadata.page_table.stride(0), metadata.scale * LOG2_E),
