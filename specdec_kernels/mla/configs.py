@@ -9,16 +9,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specdec_kernels.attention.configs import PROCESSORS, AttentionConfig, fixed_borders, spread
+from specdec_kernels.attention.configs import (
+    INVARIANT_PARTIAL_BYTES,
+    PROCESSORS,
+    AttentionConfig,
+    fixed_borders,
+    spread,
+)
 from specdec_kernels.attention.types import WorkShape
-from specdec_kernels.launch import current_chip
+from specdec_kernels.launch import CHIPS, current_chip
 from specdec_kernels.mla.types import MlaCall
 
 MAX_SPLITS = 64
 PARTIAL_BYTES = 32 << 20
 WARP_SPECIALIZED_SIZES = (512, 64)  # of latent and rotated keys
 _SPLIT_TOKENS = 512
+_INVARIANT_ROWS = 64
 _INVARIANT_FIRST_SPLITS = 8
+_INTERPRETER_INVARIANT_KEYS = 32
 _INTERPRETER_FIRST_SPLITS = 4
 _INTERPRETER_MAX_ROWS = 1024
 _LEAST = 16  # lanes that a matrix instruction takes
@@ -38,8 +46,10 @@ def mla_config(
     part have `sizes` of `itemsize` bytes. `split_tokens` replaces the table's split length, rounded up to a tile;
     shorter splits make the tile shorter. `batch_invariant`: the same for any rows and length."""
     if batch_invariant:
-        rows, max_length = _WIDEST, _WIDEST
-    if chip == "interpreter":
+        rows = _INVARIANT_ROWS
+    if chip == "interpreter" and batch_invariant:
+        config = AttentionConfig(rows, _INTERPRETER_INVARIANT_KEYS, 1, 1, 2 * _INTERPRETER_INVARIANT_KEYS)
+    elif chip == "interpreter":
         # A program costs the same for any tile, so one tile takes all rows or keys.
         block_m = min(_INTERPRETER_MAX_ROWS, max(_LEAST, _power_of_two(rows)))
         config = AttentionConfig(block_m, min(512, max(_LEAST, _power_of_two(max_length))), 1, 1, _SPLIT_TOKENS)
@@ -59,7 +69,7 @@ def mla_config(
     if split_tokens is not None:
         block_n = min(config.block_n, max(_LEAST, _power_of_two(split_tokens)))
         config = replace(config, block_n=block_n, split_tokens=-(-split_tokens // block_n) * block_n)
-    elif chip == "sm90" and sizes == WARP_SPECIALIZED_SIZES and itemsize == 2:
+    if chip == "sm90" and sizes == WARP_SPECIALIZED_SIZES and itemsize == 2:
         config = replace(config, warp_specialized=True, block_m=64, block_n=64)
     return config
 
@@ -103,12 +113,25 @@ def max_splits(rows: int, latent: int, itemsize: int = 2) -> int:
     return max(1, min(MAX_SPLITS, PARTIAL_BYTES // (max(1, rows) * (latent * itemsize + 4))))
 
 
+def requests_at_once(work: WorkShape, latent: int, itemsize: int) -> int:
+    """Requests of a launch, whose partial results `INVARIANT_PARTIAL_BYTES` hold: splits at fixed positions have no
+    other bound."""
+    part_bytes = work.num_splits * work.num_nodes * work.group * (latent * itemsize + 4)
+    return max(1, INVARIANT_PARTIAL_BYTES // part_bytes) if work.fixed_splits else max(1, work.batch)
+
+
 def write_tile(chip: str, tokens: int, heads: int) -> dict[str, int]:
     """TOKENS and HEADS of a program of the store. On a GPU a token has the same tile, and the same bits, among any
     others."""
     if chip == "interpreter":
         return dict(TOKENS=_power_of_two(max(2, tokens)), HEADS=_power_of_two(heads))
     return dict(TOKENS=2, HEADS=min(16, _power_of_two(heads)))
+
+
+HEAD_TILES = {chip: dict(TOKENS=64, COLUMNS=64, BLOCK_K=64) for chip in CHIPS} | {
+    "interpreter": dict(TOKENS=64, COLUMNS=512, BLOCK_K=64)
+}
+"""Of `head_product`, for any number of tokens."""
 
 
 def blocks(latent: int) -> tuple[int, int]:

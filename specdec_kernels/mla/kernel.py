@@ -39,7 +39,7 @@ from specdec_kernels.attention.device import (
 from specdec_kernels.attention.kernel_merge import merge_parts
 from specdec_kernels.attention.types import WorkShape
 from specdec_kernels.launch import launch
-from specdec_kernels.mla.configs import blocks, divide
+from specdec_kernels.mla.configs import blocks, divide, requests_at_once
 from specdec_kernels.mla.types import MlaCall
 
 RUN_TIME_SIZES = [*Splits._fields, "num_splits", "table_stride"]
@@ -139,9 +139,7 @@ def _mla_kernel(
     used = used_rows(q_lens_ptr, request, num_nodes)
     last_key = key_end(length, used, num_slots, max_length, ALL_SLOTS)
     splits = Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
-    begin, split_end, num_live = split_range(
-        lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED
-    )
+    begin, split_end, num_live = split_range(lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED)
     if split >= num_live:  # the merge does not read such a split
         return
 
@@ -215,16 +213,25 @@ def mla_attention_with_lse(call: MlaCall) -> tuple[Tensor, Tensor]:
 
 
 def _attention(call: MlaCall, lse: Tensor | None) -> Tensor:
-    """Launch the kernel and, where keys are split, the merge; writes `lse` if it is given."""
-    q_latent, metadata = call.q_latent, call.metadata
-    if q_latent.dtype == torch.float64:
+    """The output; writes `lse` if it is given."""
+    if call.q_latent.dtype == torch.float64:
         raise ValueError("q_latent: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     work, config = divide(call)
-    out = torch.empty_like(q_latent)
+    out = torch.empty_like(call.q_latent)
+    step = requests_at_once(work, out.shape[3], out.element_size())
+    for first in range(0, work.batch, step):
+        part = slice(first, min(first + step, work.batch))
+        turn = work._replace(batch=part.stop - first)
+        _attend(call.of_requests(part), turn, config, out[part], None if lse is None else lse[part])
+    return out
+
+
+def _attend(call: MlaCall, work: WorkShape, config: AttentionConfig, out: Tensor, lse: Tensor | None) -> None:
+    """Launch the kernel and, where keys are split, the merge."""
     part, part_lse = out, lse
     if work.num_splits > 1:
-        part = q_latent.new_empty((len(q_latent), work.num_splits, *q_latent.shape[1:]))
-        part_lse = q_latent.new_empty(part.shape[:4], dtype=torch.float32)
+        part = out.new_empty((len(out), work.num_splits, *out.shape[1:]))
+        part_lse = out.new_empty(part.shape[:4], dtype=torch.float32)
     if config.warp_specialized:
         from specdec_kernels.mla.kernel_hopper import launch_warp_specialized
 
@@ -232,8 +239,7 @@ def _attention(call: MlaCall, lse: Tensor | None) -> Tensor:
     else:
         _launch(call, work, config, part, part_lse)
     if work.num_splits > 1:
-        merge_parts(metadata, work, part, part_lse, out, lse)
-    return out
+        merge_parts(call.metadata, work, part, part_lse, out, lse)
 
 
 def _launch(call: MlaCall, work: WorkShape, config: AttentionConfig, out: Tensor, lse: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The kernel of latent attention for chips with warp-group products (sm90), in Gluon: latents of 512, rotated keys of 64.
+"""Latent attention on chips with warp-group products (sm90), in Gluon: latents of 512 and rotated keys of 64 columns.
 
     program     (request, split of the keys, 64 query rows), rows fastest
     producer    a warp group that copies pairs of tiles of 64 keys, in pieces of 128 columns
@@ -107,7 +107,9 @@ def _copy_piece(call, shared, places, stored, dims, phase, PIECE: gl.constexpr):
     _ask(shared.pieces.index(PIECE), pointers, mask=stored[:, None])
     if PIECE % 4 == 3 - PIECE // 4 * 2:  # the last that is copied of this tile
         half = gl.arange(0, ROPE, gl.SliceLayout(0, pointers.type.layout))
-        _ask(shared.ropes.index(PIECE // 4), call.cache + LATENT + places[:, None] + half[None, :], mask=stored[:, None])
+        _ask(
+            shared.ropes.index(PIECE // 4), call.cache + LATENT + places[:, None] + half[None, :], mask=stored[:, None]
+        )
     async_copy.commit_group()
 
 
@@ -140,7 +142,7 @@ def _copy_tiles(call, shared, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(call, shared, num_rows, HEADS: gl.constexpr, G: gl.constexpr):
+def _load_queries(call, shared, HEADS: gl.constexpr, G: gl.constexpr):
     """Half of the queries by either group."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     rows = call.tile * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOAD))
@@ -206,7 +208,7 @@ def _attend(call, shared, HEADS: gl.constexpr, MODE: gl.constexpr, WORDS: gl.con
     acc = gl.full([_ROWS, _PIECE], 0.0, gl.float32, SUMS)
     more = gl.full([_ROWS, _PIECE], 0.0, gl.float32, SUMS)
     if call.pairs > 0:
-        _load_queries(call, shared, 0, HEADS, G)
+        _load_queries(call, shared, HEADS, G)
         for pair in range(call.pairs):
             phase = pair % 2
             scores = _scores(shared, zeros, phase, pair >> 30, G)

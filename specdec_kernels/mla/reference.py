@@ -44,6 +44,10 @@ def mla_attention_with_lse(call: MlaCall) -> tuple[Tensor, Tensor]:
     return out, lse.transpose(1, 2).contiguous()
 
 
+def head_product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1).contiguous()
+
+
 def write_latent(q: Tensor, store: LatentStore, eps: float, interleaved: bool) -> Tensor:
     kv, cache, slots, positions, rope, norm = store
     maths = torch.float64 if q.dtype == torch.float64 else torch.float32

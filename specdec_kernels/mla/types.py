@@ -19,6 +19,13 @@ class MlaCall(NamedTuple):
     split_tokens: int | None = None
     batch_invariant: bool = False
 
+    def of_requests(self, part: slice) -> MlaCall:
+        """The call of some requests, in views of its tensors."""
+        rows = {name: x[part] for name, x in self.metadata._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(
+            q_latent=self.q_latent[part], q_rope=self.q_rope[part], metadata=self.metadata._replace(**rows)
+        )
+
 
 class LatentStore(NamedTuple):
     """Latents and shared keys of T tokens, and their places; see `write_latent`."""
