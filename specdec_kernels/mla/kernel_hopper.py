@@ -45,6 +45,7 @@ from specdec_kernels.attention.device import (
     visible,
 )
 from specdec_kernels.attention.device_hopper import WARPS, arrive, arrive_written
+from specdec_kernels.attention.launch_arguments import pdl_options
 from specdec_kernels.attention.types import WorkShape
 from specdec_kernels.launch import launch
 from specdec_kernels.mla.types import MlaCall
@@ -56,7 +57,6 @@ ROPE = gl.constexpr(64)
 _KEYS = gl.constexpr(64)  # of a tile
 _ROWS = gl.constexpr(64)
 _PIECE = gl.constexpr(128)  # columns
-_LAG = gl.constexpr(2)  # pieces that the producer has requested beyond the one that it announces
 # Registers of a thread: before they are shared out, and in a computing group. The producer has what is left.
 _SETTINGS = dict(maxnreg=168, COMPUTING=224)
 
@@ -110,7 +110,7 @@ def _copy_piece(call, shared, places, stored, dims, phase, PIECE: gl.constexpr):
         _ask(
             shared.ropes.index(PIECE // 4), call.cache + LATENT + places[:, None] + half[None, :], mask=stored[:, None]
         )
-    async_copy.commit_group()
+    async_copy.mbarrier_arrive(shared.full.index(PIECE), increment_count=False)  # once the piece is there
 
 
 @gluon.jit
@@ -133,12 +133,6 @@ def _copy_tiles(call, shared, PAGE: gl.constexpr):
                 _copy_piece(call, shared, first_places, first < call.stop, dims, 1 - pair % 2, ORDER[index])
             else:
                 _copy_piece(call, shared, second_places, second < call.stop, dims, 1 - pair % 2, ORDER[index])
-            if index >= _LAG:
-                async_copy.wait_group(_LAG)
-                arrive_written(shared.full.index(ORDER[index - _LAG]))
-        for index in gl.static_range(_LAG):
-            async_copy.wait_group(_LAG - 1 - index)
-            arrive_written(shared.full.index(ORDER[8 - _LAG + index]))
 
 
 @gluon.jit
@@ -160,20 +154,27 @@ def _load_queries(call, shared, HEADS: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
+def _wait_written(barrier, phase):
+    """Wait for a copy, and make it visible to the matrix unit."""
+    mbarrier.wait(barrier, phase)
+    fence_async_shared()
+
+
+@gluon.jit
 def _scores(shared, zeros, phase, first, G: gl.constexpr):
     """Of the group's own tile, its own half of the columns first, as they are copied first."""
     OWN: gl.constexpr = 2 * G
     OTHER: gl.constexpr = 2 - 2 * G
-    mbarrier.wait(shared.full.index(4 * G + OWN), phase)
+    _wait_written(shared.full.index(4 * G + OWN), phase)
     piece = shared.pieces.index(first + 4 * G + OWN).permute((1, 0))
     scores = warpgroup_mma(shared.queries.index(first + OWN), piece, zeros, use_acc=False, is_async=True)
-    mbarrier.wait(shared.full.index(4 * G + OWN + 1), phase)
+    _wait_written(shared.full.index(4 * G + OWN + 1), phase)
     piece = shared.pieces.index(first + 4 * G + OWN + 1).permute((1, 0))
     scores = warpgroup_mma(shared.queries.index(first + OWN + 1), piece, scores, is_async=True)
-    mbarrier.wait(shared.full.index(4 * G + OTHER), phase)
+    _wait_written(shared.full.index(4 * G + OTHER), phase)
     piece = shared.pieces.index(first + 4 * G + OTHER).permute((1, 0))
     scores = warpgroup_mma(shared.queries.index(first + OTHER), piece, scores, is_async=True)
-    mbarrier.wait(shared.full.index(4 * G + OTHER + 1), phase)
+    _wait_written(shared.full.index(4 * G + OTHER + 1), phase)
     piece = shared.pieces.index(first + 4 * G + OTHER + 1).permute((1, 0))
     scores = warpgroup_mma(shared.queries.index(first + OTHER + 1), piece, scores, is_async=True)
     rope = shared.ropes.index(first + G).permute((1, 0))
@@ -286,7 +287,7 @@ def _allocate(dtype: gl.constexpr):
         gl.allocate_shared_memory(dtype, [8, _KEYS, _PIECE], TILES),
         gl.allocate_shared_memory(dtype, [2, _KEYS, ROPE], TILES),
         gl.allocate_shared_memory(gl.float32, [2, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        _barriers(8, 1),
+        _barriers(8, 32 * WARPS),
         _barriers(8, 1),
         _barriers(1, 2),
         _barriers(2, 1),
@@ -331,6 +332,9 @@ def _mla_hopper_kernel(
     FIXED: gl.constexpr,
     COMPUTING: gl.constexpr,
 ):
+    # The predecessor may have written every input, the lengths included, so nothing is loaded before the wait.
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
     num_tiles = (num_nodes * HEADS + _ROWS - 1) // _ROWS
     tile = gl.program_id(0) % num_tiles
     split = gl.program_id(0) // num_tiles % num_splits
@@ -385,4 +389,5 @@ def launch_warp_specialized(call: MlaCall, work: WorkShape, out: Tensor, lse: Te
         SPLIT=work.num_splits > 1,
         FIXED=work.fixed_splits,
         **_SETTINGS,
+        **pdl_options(True),
     )
