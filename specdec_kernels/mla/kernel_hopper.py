@@ -96,8 +96,8 @@ class Shared(NamedTuple):
     full: Any  # [8]
     empty: Any  # [8]
     loaded: Any  # [1]: queries
-    maxima: Any  # [2]
     weights: Any  # [2]
+    done: Any  # [4]
 
 
 @gluon.jit
@@ -105,11 +105,10 @@ def _copy_piece(call, shared, places, stored, dims, phase, PIECE: gl.constexpr):
     mbarrier.wait(shared.empty.index(PIECE), phase)
     pointers = call.cache + PIECE % 4 * _PIECE + places[:, None] + dims[None, :]
     _ask(shared.pieces.index(PIECE), pointers, mask=stored[:, None])
-    if PIECE % 4 == 3 - PIECE // 4 * 2:  # the last that is copied of this tile
-        half = gl.arange(0, ROPE, gl.SliceLayout(0, pointers.type.layout))
-        _ask(
-            shared.ropes.index(PIECE // 4), call.cache + LATENT + places[:, None] + half[None, :], mask=stored[:, None]
-        )
+    if PIECE % 4 == 3:  # the last that is copied of this tile
+        columns = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, pointers.type.layout))
+        pointers = call.cache + places[:, None] + columns[None, :]
+        _ask(shared.ropes.index(PIECE // 4), pointers, mask=stored[:, None])
     async_copy.mbarrier_arrive(shared.full.index(PIECE), increment_count=False)  # once the piece is there
 
 
@@ -117,7 +116,7 @@ def _copy_piece(call, shared, places, stored, dims, phase, PIECE: gl.constexpr):
 def _copy_tiles(call, shared, PAGE: gl.constexpr):
     """The producer. Group 0 is first done with pieces 0 and 1, then with 4 and 5; group 1 with 6 and 7, then 2 and
     3."""
-    ORDER: gl.constexpr = (0, 6, 1, 7, 4, 2, 5, 3)
+    ORDER: gl.constexpr = (0, 2, 1, 3, 4, 6, 5, 7)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     columns = gl.arange(0, _KEYS, gl.SliceLayout(1, LOAD))
     dims = gl.arange(0, _PIECE, gl.SliceLayout(0, LOAD))
@@ -162,112 +161,166 @@ def _wait_written(barrier, phase):
 
 @gluon.jit
 def _scores(shared, zeros, phase, first, G: gl.constexpr):
-    """Of the group's own tile, its own half of the columns first, as they are copied first."""
-    OWN: gl.constexpr = 2 * G
-    OTHER: gl.constexpr = 2 - 2 * G
-    _wait_written(shared.full.index(4 * G + OWN), phase)
-    piece = shared.pieces.index(first + 4 * G + OWN).permute((1, 0))
-    scores = warpgroup_mma(shared.queries.index(first + OWN), piece, zeros, use_acc=False, is_async=True)
-    _wait_written(shared.full.index(4 * G + OWN + 1), phase)
-    piece = shared.pieces.index(first + 4 * G + OWN + 1).permute((1, 0))
-    scores = warpgroup_mma(shared.queries.index(first + OWN + 1), piece, scores, is_async=True)
-    _wait_written(shared.full.index(4 * G + OTHER), phase)
-    piece = shared.pieces.index(first + 4 * G + OTHER).permute((1, 0))
-    scores = warpgroup_mma(shared.queries.index(first + OTHER), piece, scores, is_async=True)
-    _wait_written(shared.full.index(4 * G + OTHER + 1), phase)
-    piece = shared.pieces.index(first + 4 * G + OTHER + 1).permute((1, 0))
-    scores = warpgroup_mma(shared.queries.index(first + OTHER + 1), piece, scores, is_async=True)
+    """Of the group's own tile, in the order in which its pieces are copied."""
+    ORDER: gl.constexpr = (0, 2, 1, 3)
+    scores = zeros
+    for index in gl.static_range(4):
+        _wait_written(shared.full.index(4 * G + ORDER[index]), phase)
+        piece = shared.pieces.index(first + 4 * G + ORDER[index]).permute((1, 0))
+        queries = shared.queries.index(first + ORDER[index])
+        if index == 0:
+            scores = warpgroup_mma(queries, piece, zeros, use_acc=False, is_async=True)
+        else:
+            scores = warpgroup_mma(queries, piece, scores, is_async=True)
     rope = shared.ropes.index(first + G).permute((1, 0))
     scores = warpgroup_mma(shared.q_rope.index(first), rope, scores, is_async=True)
     return warpgroup_mma_wait(0, deps=[scores])
 
 
 @gluon.jit
-def _exchanged(shared, values, phase, G: gl.constexpr):
-    """The other group's values [64]."""
-    shared.tops.index(G).store(values)
-    arrive(shared.maxima.index(G))
-    mbarrier.wait(shared.maxima.index(1 - G), phase)
-    return shared.tops.index(1 - G).load(values.type.layout)
+def _seen(scores, pair, columns, nodes, call, MODE: gl.constexpr, WORDS: gl.constexpr, G: gl.constexpr):
+    """-inf for the keys that a row does not see."""
+    start = call.begin + (2 * pair + G) * _KEYS
+    if start + _KEYS > call.free_end:
+        seen = visible(call.mask_row, start + columns, call.stop, call.length, nodes, call.used, MODE, WORDS)
+        scores = gl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _give_weights(shared, scores, factor, top, dtype: gl.constexpr, G: gl.constexpr):
+    """Weights of the group's tile and the maxima `top` that they are relative to, for the other group: (weights as an
+    operand, their sums)."""
+    shared.tops.index(G).store(top)
+    weights = gl.exp2(scores * factor - finite_or_zero(top)[:, None])
+    narrow = weights.to(dtype)
+    shared.ropes.index(G).store(narrow)
+    arrive_written(shared.weights.index(G))
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _PIECE, 16])
+    return gl.convert_layout(narrow, gl.DotOperandLayout(0, SUMS, 2)), gl.sum(weights, 1)
+
+
+@gluon.jit
+def _add_product(sums, weights, shared, before, after, PIECE: gl.constexpr):
+    """Begin to add the products of two pieces, to the sums scaled from the maxima `before` to those `after`."""
+    acc, more = sums
+    LINES: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    decay = gl.convert_layout(gl.exp2(before - finite_or_zero(after)), LINES)[:, None]
+    acc = warpgroup_mma(weights, shared.pieces.index(PIECE), acc * decay, is_async=True)
+    more = warpgroup_mma(weights, shared.pieces.index(PIECE + 1), more * decay, is_async=True)
+    return acc, more
+
+
+@gluon.jit
+def _finished(sums, shared, PIECE: gl.constexpr):
+    """The sums, once the two pieces may be overwritten."""
+    acc, more = sums
+    acc, more = warpgroup_mma_wait(1, deps=[acc, more])
+    arrive(shared.empty.index(PIECE))
+    acc, more = warpgroup_mma_wait(0, deps=[acc, more])
+    arrive(shared.empty.index(PIECE + 1))
+    return acc, more
 
 
 @gluon.jit
 def _attend(call, shared, HEADS: gl.constexpr, MODE: gl.constexpr, WORDS: gl.constexpr, SPLIT: gl.constexpr,
             G: gl.constexpr):  # fmt: skip
-    """Computing group G."""
+    """Computing group G. Group 0 scales its sums to the maxima up to the first tile of a pair, then up to the second;
+    group 1, which knows both, adds the products of the first tile while it computes weights of the second."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _PIECE, 16])
     LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
-    SUM_LINES: gl.constexpr = gl.SliceLayout(1, SUMS)
     OWN: gl.constexpr = 6 * G  # pieces of the group's columns in its own tile
     OTHER: gl.constexpr = 4 - 2 * G  # and in the other group's
+    dtype: gl.constexpr = call.q_latent.dtype.element_ty
     columns = gl.arange(0, _KEYS, gl.SliceLayout(0, SCORES))
     zeros = gl.full([_ROWS, _KEYS], 0.0, gl.float32, SCORES)
     nodes = (call.tile * _ROWS + gl.arange(0, _ROWS, LINES)) // HEADS
     top = gl.full([_ROWS], float("-inf"), gl.float32, LINES)
     total = gl.full([_ROWS], 0.0, gl.float32, LINES)
-    acc = gl.full([_ROWS, _PIECE], 0.0, gl.float32, SUMS)
-    more = gl.full([_ROWS, _PIECE], 0.0, gl.float32, SUMS)
+    sums = (gl.full([_ROWS, _PIECE], 0.0, gl.float32, SUMS), gl.full([_ROWS, _PIECE], 0.0, gl.float32, SUMS))
     if call.pairs > 0:
         _load_queries(call, shared, HEADS, G)
         for pair in range(call.pairs):
             phase = pair % 2
             scores = _scores(shared, zeros, phase, pair >> 30, G)
-            start = call.begin + (2 * pair + G) * _KEYS
-            if start + _KEYS > call.free_end:
-                seen = visible(call.mask_row, start + columns, call.stop, call.length, nodes, call.used, MODE, WORDS)
-                scores = gl.where(seen, scores, float("-inf"))
-            own_top = gl.max(scores, 1) * call.factor
-            new_top = gl.maximum(top, gl.maximum(own_top, _exchanged(shared, own_top, phase, G)))
-            decay = gl.exp2(top - finite_or_zero(new_top))
-            weights = gl.exp2(scores * call.factor - finite_or_zero(new_top)[:, None])
-            top = new_top
-            total = total * decay + gl.sum(weights, 1)
-            narrow = weights.to(call.q_latent.dtype.element_ty)
-            shared.ropes.index(G).store(narrow)
-            arrive_written(shared.weights.index(G))
-            narrow = gl.convert_layout(narrow, gl.DotOperandLayout(0, SUMS, 2))
-            decay = gl.convert_layout(decay, SUM_LINES)[:, None]
-            acc = warpgroup_mma(narrow, shared.pieces.index(OWN), acc * decay, is_async=True)
-            more = warpgroup_mma(narrow, shared.pieces.index(OWN + 1), more * decay, is_async=True)
-            mbarrier.wait(shared.weights.index(1 - G), phase)
-            acc = warpgroup_mma(shared.ropes.index(1 - G), shared.pieces.index(OTHER), acc, is_async=True)
-            acc, more = warpgroup_mma_wait(2, deps=[acc, more])
-            arrive(shared.empty.index(OWN))
-            more = warpgroup_mma(shared.ropes.index(1 - G), shared.pieces.index(OTHER + 1), more, is_async=True)
-            acc, more = warpgroup_mma_wait(2, deps=[acc, more])
-            arrive(shared.empty.index(OWN + 1))
-            acc, more = warpgroup_mma_wait(1, deps=[acc, more])
-            arrive(shared.empty.index(OTHER))
-            acc, more = warpgroup_mma_wait(0, deps=[acc, more])
-            arrive(shared.empty.index(OTHER + 1))
-        total += _exchanged(shared, total, call.pairs % 2, G)
-        _write(call, acc, more, gl.convert_layout(top, SUM_LINES), gl.convert_layout(total, SUM_LINES), HEADS, SPLIT, G)
+            scores = _seen(scores, pair, columns, nodes, call, MODE, WORDS, G)
+            highest = gl.max(scores, 1) * call.factor
+            if G == 0:
+                between = gl.maximum(top, highest)
+                weights, added = _give_weights(shared, scores, call.factor, between, dtype, G)
+                sums = _add_product(sums, weights, shared, top, between, OWN)
+                total = total * gl.exp2(top - finite_or_zero(between)) + added
+                sums = _finished(sums, shared, OWN)
+                mbarrier.wait(shared.weights.index(1), phase)
+                top = shared.tops.index(1).load(LINES)
+                sums = _add_product(sums, shared.ropes.index(1), shared, between, top, OTHER)
+                total = total * gl.exp2(between - finite_or_zero(top))
+                sums = _finished(sums, shared, OTHER)
+            else:
+                mbarrier.wait(shared.weights.index(0), phase)
+                between = shared.tops.index(0).load(LINES)
+                sums = _add_product(sums, shared.ropes.index(0), shared, top, between, OTHER)
+                total = total * gl.exp2(top - finite_or_zero(between))
+                top = gl.maximum(between, highest)
+                weights, added = _give_weights(shared, scores, call.factor, top, dtype, G)
+                total = total * gl.exp2(between - finite_or_zero(top)) + added
+                sums = _finished(sums, shared, OTHER)
+                sums = _add_product(sums, weights, shared, between, top, OWN)
+                sums = _finished(sums, shared, OWN)
+        total += _exchanged(shared, total, G)
+        _write(call, shared, sums, top, total, HEADS, SPLIT, G)
 
 
 @gluon.jit
-def _write(call, acc, more, top, total, HEADS: gl.constexpr, SPLIT: gl.constexpr, G: gl.constexpr):
-    rows = call.tile * _ROWS + gl.arange(0, _ROWS, top.type.layout)
-    nodes = rows // HEADS
-    live = nodes < call.used
+def _exchanged(shared, values, G: gl.constexpr):
+    """The other group's values [64], for which it has no more use of the maxima."""
+    arrive(shared.done.index(G))
+    mbarrier.wait(shared.done.index(1 - G), 0)
+    shared.tops.index(G).store(values)
+    arrive(shared.done.index(2 + G))
+    mbarrier.wait(shared.done.index(3 - G), 0)
+    return shared.tops.index(1 - G).load(values.type.layout)
+
+
+@gluon.jit
+def _write(call, shared, sums, top, total, HEADS: gl.constexpr, SPLIT: gl.constexpr, G: gl.constexpr):
+    """Store the group's columns, and group 0 the log-sum-exps. The columns go through its own pieces, so that threads
+    store 16 bytes each."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    SUM_LINES: gl.constexpr = gl.SliceLayout(1, sums[0].type.layout)
+    live = (call.tile * _ROWS + gl.arange(0, _ROWS, top.type.layout)) // HEADS < call.used
     total = gl.where(live, total, 0.0)
-    inverse = inverse_or_zero(total)[:, None]
-    lse = log2_sum(top, total)
-    places = call.first_row + rows
-    written = nodes < call.num_nodes
-    if SPLIT:
-        places = rows + (call.first_row * call.num_splits + call.split * (call.num_nodes * HEADS))
-        written = live
-    else:
-        lse *= LN_2
-    dims = gl.arange(0, _PIECE, gl.SliceLayout(0, acc.type.layout))
-    pointers = call.out + places[:, None] * LATENT + 2 * G * _PIECE + dims[None, :]
+    inverse = gl.convert_layout(inverse_or_zero(total), SUM_LINES)[:, None]
     kind: gl.constexpr = call.out.dtype.element_ty
-    gl.store(pointers, (acc * inverse).to(kind), mask=written[:, None])
-    gl.store(pointers + _PIECE, (more * inverse).to(kind), mask=written[:, None])
+    for index in gl.static_range(2):
+        shared.pieces.index(6 * G + index).store((sums[index] * inverse).to(kind))
+    tl.debug_barrier()
+    STORED: gl.constexpr = gl.SliceLayout(1, LOAD)
+    places, written = _places(call, STORED, HEADS, SPLIT)
+    dims = gl.arange(0, _PIECE, gl.SliceLayout(0, LOAD))
+    for index in gl.static_range(2):
+        pointers = call.out + places[:, None] * LATENT + (2 * G + index) * _PIECE + dims[None, :]
+        gl.store(pointers, shared.pieces.index(6 * G + index).load(LOAD), mask=written[:, None])
     if G == 0:
         if call.lse is not None:
+            LINES: gl.constexpr = top.type.layout
+            places, written = _places(call, LINES, HEADS, SPLIT)
+            lse = log2_sum(top, total)
+            if not SPLIT:
+                lse *= LN_2
             gl.store(call.lse + places, lse, mask=written)
+
+
+@gluon.jit
+def _places(call, LINES: gl.constexpr, HEADS: gl.constexpr, SPLIT: gl.constexpr):
+    """(row of the output, whether it is written) of each row."""
+    rows = call.tile * _ROWS + gl.arange(0, _ROWS, LINES)
+    if SPLIT:
+        before = call.first_row * call.num_splits + call.split * (call.num_nodes * HEADS)
+        return before + rows, rows // HEADS < call.used
+    else:
+        return call.first_row + rows, rows // HEADS < call.num_nodes
 
 
 @gluon.jit
@@ -291,7 +344,7 @@ def _allocate(dtype: gl.constexpr):
         _barriers(8, 1),
         _barriers(1, 2),
         _barriers(2, 1),
-        _barriers(2, 1),
+        _barriers(4, 1),
     )
     fence_async_shared()
     tl.debug_barrier()
@@ -332,6 +385,7 @@ def _mla_hopper_kernel(
     FIXED: gl.constexpr,
     COMPUTING: gl.constexpr,
 ):
+    shared = _allocate(q_latent_ptr.dtype.element_ty)
     # The predecessor may have written every input, the lengths included, so nothing is loaded before the wait.
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
@@ -360,7 +414,6 @@ def _mla_hopper_kernel(
         score_scale, request * num_nodes * HEADS, tile, split, num_splits, num_nodes, begin, stop, free_end, pairs,
         length, used,
     )  # fmt: skip
-    shared = _allocate(q_latent_ptr.dtype.element_ty)
     gl.warp_specialize(
         [
             (_copy_tiles, (call, shared, PAGE)),
