@@ -5,9 +5,12 @@
     computing   two warp groups; group g computes scores and weights of tile g of a pair, and columns 256 g to
                 256 g + 255 of the output from both tiles
 
-The groups exchange the maxima of their rows, so that both scale by the same one, and their weights. Shared memory holds
-the queries and one pair: a piece is copied anew once the group of its columns has multiplied by it, while the others
-are still in use. The weights of a tile take the place of its rotated keys, which only its scores need.
+    group 0     scores 0 | weights 0 | products of tile 0 |            | products of tile 1
+    group 1     scores 1             | products of tile 0, weights 1   | products of tile 1
+
+The groups give each other the weights of their tiles and the maxima that they are relative to. Shared memory holds the
+queries and one pair: a piece is copied anew once the group of its columns has multiplied by it, while the others are
+still in use. The weights of a tile take the place of its rotated keys, which only its scores need.
 
 Sources: FlashMLA (two groups that share one output and two tiles), FlashAttention-3 (arXiv 2407.08608).
 """
@@ -92,12 +95,12 @@ class Shared(NamedTuple):
     q_rope: Any  # [1, 64, 64]
     pieces: Any  # [8, 64, 128]: four of either tile
     ropes: Any  # [2, 64, 64]: rotated keys of a tile, then its weights
-    tops: Any  # [2, 64]: maxima of the rows in a tile
-    full: Any  # [8]
-    empty: Any  # [8]
-    loaded: Any  # [1]: queries
-    weights: Any  # [2]
-    done: Any  # [4]
+    tops: Any  # [2, 64]: maxima of the rows up to a tile
+    full: Any  # [8] pieces are there
+    empty: Any  # [8] pieces may be copied anew
+    loaded: Any  # [1] queries are there
+    weights: Any  # [2] a tile's weights and maxima are there
+    done: Any  # [4] of the groups, twice, after the last pair
 
 
 @gluon.jit
@@ -114,8 +117,8 @@ def _copy_piece(call, shared, places, stored, dims, phase, PIECE: gl.constexpr):
 
 @gluon.jit
 def _copy_tiles(call, shared, PAGE: gl.constexpr):
-    """The producer. Group 0 is first done with pieces 0 and 1, then with 4 and 5; group 1 with 6 and 7, then 2 and
-    3."""
+    """The producer, in the order in which the groups are done with the pieces. Rotated keys come last of a tile: by
+    then the other group has multiplied by the weights in their place."""
     ORDER: gl.constexpr = (0, 2, 1, 3, 4, 6, 5, 7)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     columns = gl.arange(0, _KEYS, gl.SliceLayout(1, LOAD))
