@@ -41,7 +41,7 @@ _INVARIANT_SPLIT_TOKENS = 256
 _ROW_BUCKETS = (16, 32, 64, 128)
 _MAX_SPLIT_TILES = 4
 _INTERPRETER_MAX_ROWS = 1024
-_PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
+PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _FP8_NATIVE_CHIPS = ("sm90", "sm100")
 _PDL_CHIPS = ("sm90", "sm100")
 _SWAP_AB_BUCKETS = (16, 32)  # with more rows, finding the maxima of keys by rows takes longer than conversions
@@ -181,12 +181,14 @@ def bounded_splits(max_splits: int, rows: int, head_dim: int, itemsize: int) -> 
     return max(1, min(max_splits, PARTIAL_BYTES // (max(1, rows) * (head_dim * itemsize + 4))))
 
 
-def merge_config(chip: str, rows: int, num_splits: int) -> MergeConfig:
+def merge_config(chip: str, rows: int, num_splits: int, head_dim: int) -> MergeConfig:
     """Row of the table for up to `num_splits` partial results of `rows` = N * H output rows per request."""
     if chip == "interpreter":
         return MergeConfig(max(2, min(1024, _power_of_two(rows))), 2, 1, pdl=False)
     # A warp takes two rows of 128 two-byte numbers, 16 bytes per lane.
     rows, num_warps = (4, 2) if rows <= 64 else (8, 4)
+    if head_dim > 256:
+        rows = 2
     unroll = 8 if chip == "sm90" and num_splits > 4 else 4  # eight spill on sm100
     return MergeConfig(rows, unroll, num_warps, pdl=chip in _PDL_CHIPS)
 
@@ -224,8 +226,8 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
         warps,
         stages,
         UNSPLIT if fills_the_chip(rows, block_m) else _SPLIT_TOKENS,
-        slots=(_FP8_PROGRAMS_AT_ONCE if kv_bytes == 1 else _PROGRAMS_AT_ONCE)[bucket] * _PROCESSORS[chip],
-        resident_programs=resident * _PROCESSORS[chip],
+        slots=(_FP8_PROGRAMS_AT_ONCE if kv_bytes == 1 else _PROGRAMS_AT_ONCE)[bucket] * PROCESSORS[chip],
+        resident_programs=resident * PROCESSORS[chip],
         fp8_native=chip in _FP8_NATIVE_CHIPS,
         swap_ab=bucket in _SWAP_AB_BUCKETS,
         warp_specialized=bucket >= (_FP8_WARP_SPECIALIZED_FROM if kv_bytes == 1 else _ROW_BUCKETS[-1]),

@@ -27,7 +27,7 @@ from specdec_kernels.attention.device import (
     used_rows,
 )
 from specdec_kernels.attention.launch_arguments import pdl_options
-from specdec_kernels.attention.types import AttentionCall
+from specdec_kernels.attention.types import AttentionCall, AttentionMetadata, WorkShape
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 
@@ -114,14 +114,28 @@ def _merge_kernel(
 
 def merge(call: AttentionCall, part: Tensor, part_lse: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
     """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results of `call.work.num_splits` splits."""
-    metadata, work, tile_schedule = call.metadata, call.work, call.tile_schedule
+    offsets = None if call.tile_schedule is None else call.tile_schedule.offsets
+    merge_parts(call.metadata, call.work, part, part_lse, out, lse, offsets, call.scales.sinks)
+
+
+def merge_parts(
+    metadata: AttentionMetadata,
+    work: WorkShape,
+    part: Tensor,
+    part_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    offsets: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """`merge` of a call of any family; a part's place is by request and split where no `offsets` say it."""
     batch, num_nodes, heads, head_dim = out.shape
-    config = merge_config(current_chip(out), num_nodes * heads, work.num_splits)
+    config = merge_config(current_chip(out), num_nodes * heads, work.num_splits, head_dim)
     launch(
         _merge_kernel,
         (batch * -(-num_nodes * heads // config.rows),),
-        *(part, part_lse, None if tile_schedule is None else tile_schedule.offsets, metadata.lengths, metadata.q_lens),
-        *(call.scales.sinks, out, lse, num_nodes, work.num_splits, *work.sizes),
+        *(part, part_lse, offsets, metadata.lengths, metadata.q_lens, sinks, out, lse, num_nodes, work.num_splits),
+        *work.sizes,
         num_warps=config.num_warps,
         num_stages=2,
         D=head_dim,

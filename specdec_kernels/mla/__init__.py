@@ -5,6 +5,6 @@ query and output, H query heads share one head of width latent + rope, whose val
 multiplies the result by the absorbed value up-projection.
 """
 
-from specdec_kernels.mla.api import mla_attention, mla_attention_with_lse, write_latent
+from specdec_kernels.mla.api import head_product, mla_attention, mla_attention_with_lse, write_latent
 
-__all__ = ["mla_attention", "mla_attention_with_lse", "write_latent"]
+__all__ = ["head_product", "mla_attention", "mla_attention_with_lse", "write_latent"]

@@ -28,6 +28,7 @@ def mla_attention(
     metadata: AttentionMetadata,
     *,
     split_tokens: int | None = None,
+    batch_invariant: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """Attention of N query rows per request over its paged latent cache: [B, N, H, latent] in the queries' dtype.
@@ -38,12 +39,15 @@ def mla_attention(
         cache: [pages, page_size, latent + rope], dtype of the queries; the draft is already stored in it.
         metadata: as in `paged_attention`, without a window or a soft cap. `scale` has no default: it belongs to the
             head dimension before absorption (DeepSeek: (128 + 64) ** -0.5 and a factor of its YaRN table).
-        split_tokens: keys a program works on before partial results are merged, default from the static table.
+        split_tokens: fewest keys a program works on before partial results are merged, default from the static table.
+        batch_invariant: splits at fixed positions and one tile for any number of rows, so that the bits of a row depend
+            on its own keys alone. For chains and blocks: a
+            node of a tree is a chain of its path.
 
     Raises:
         ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and actual.
     """
-    call = _checked(MlaCall(q_latent, q_rope, cache, metadata, split_tokens))
+    call = _checked(MlaCall(q_latent, q_rope, cache, metadata, split_tokens, batch_invariant))
     return dispatch("mla_attention", __package__, impl, q_latent)(call)
 
 
@@ -54,11 +58,12 @@ def mla_attention_with_lse(
     metadata: AttentionMetadata,
     *,
     split_tokens: int | None = None,
+    batch_invariant: bool = False,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """`mla_attention`, and the log-sum-exp (natural logarithm) of each row's scaled scores: (out, lse [B, N, H]
     float32, float64 for float64 input)."""
-    call = _checked(MlaCall(q_latent, q_rope, cache, metadata, split_tokens))
+    call = _checked(MlaCall(q_latent, q_rope, cache, metadata, split_tokens, batch_invariant))
     return dispatch("mla_attention_with_lse", __package__, impl, q_latent)(call)
 
 
@@ -123,9 +128,27 @@ def write_latent(
     return out
 
 
+def head_product(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:
+    """x [T, H, K] by the matrix of each head, weight [H, K, N] of any strides: [T, H, N] in the dtype of x. By the
+    kernel a token has the same bits for any T.
+
+    Raises:
+        ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
+    """
+    expect_shape("x", x, (None, None, None))
+    expect_shape("weight", weight, (*x.shape[1:], None))
+    expect_dtype("x", x, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    expect_dtype("weight", weight, x.dtype)
+    expect_same_device(x=x, weight=weight)
+    if x.numel() and x.stride(-1) != 1:
+        raise ValueError(f"x: expected adjacent elements of a row, got strides {x.stride()}")
+    out: Tensor = dispatch("head_product", __package__, impl, x, "kernel_heads")(x, weight)
+    return out
+
+
 def _checked(call: MlaCall) -> MlaCall:
     """The call with the host-side bound of its metadata filled in."""
-    q_latent, q_rope, cache, metadata, split_tokens = call
+    q_latent, q_rope, cache, metadata, split_tokens = call[:5]
     expect_shape("q_latent", q_latent, (None, None, None, None))
     batch, num_nodes, heads, latent = q_latent.shape
     expect_shape("q_rope", q_rope, (batch, num_nodes, heads, None))
@@ -147,6 +170,8 @@ def _checked(call: MlaCall) -> MlaCall:
         raise ValueError(f"metadata: expected no {' or '.join(_UNKNOWN)} with latent attention, got {', '.join(given)}")
     if metadata.scale is None or metadata.scale <= 0:
         raise ValueError(f"scale: expected a positive number, got {metadata.scale}")
+    if call.batch_invariant and metadata.mode == "tree":
+        raise ValueError("batch_invariant: expected mode 'chain' or 'block', got 'tree'")
     max_length = bounded_length(metadata, cache.shape[1])
     expect_at_least_one(split_tokens=split_tokens)
     return call._replace(metadata=metadata._replace(max_length=max_length))

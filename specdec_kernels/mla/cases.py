@@ -85,6 +85,22 @@ def write_inputs(
     )
 
 
+def head_inputs(make: Maker, tokens: int, heads: int, inner: int, width: int, columns: bool = False) -> dict[str, Any]:
+    """Arguments of `head_product`: rows are slices of wider ones, the matrices a part of larger ones, whose rows are
+    what is multiplied with `columns`."""
+    shape = (heads, width + 3, inner) if columns else (heads, inner + 3, width)
+    weight = make.normal(*shape)[:, 3:]
+    x = make.normal(tokens, heads, 8 + inner)[..., 8:]
+    return dict(x=x, weight=weight.transpose(1, 2) if columns else weight)
+
+
+def head_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """(bytes, floating-point operations): rows, matrices and results once."""
+    x, weight = inputs["x"], inputs["weight"]
+    out = len(x) * weight.shape[0] * weight.shape[2]
+    return (x.numel() + weight.numel() + out) * x.element_size(), 2 * out * x.shape[2]
+
+
 def write_work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes, floating-point operations): queries and rows once in and once out."""
     return 2 * (inputs["q"].nbytes + inputs["kv"].nbytes), 6 * (inputs["q"].numel() + inputs["kv"].numel())
@@ -110,7 +126,9 @@ def _reference_bytes(inputs: dict[str, Any]) -> int:
     return keys * (2 * 4 * num_nodes * heads + 2 * cache[0, 0].numel() * (4 + cache.element_size()))
 
 
-WORK: dict[str, WorkModel] = {"mla_attention": work, "mla_attention_with_lse": work, "write_latent": write_work}
+WORK: dict[str, WorkModel] = {
+    "mla_attention": work, "mla_attention_with_lse": work, "write_latent": write_work, "head_product": head_work
+}  # fmt: skip
 COMPARISON = Comparison(
     float64=True,
     compiled_roundings=8,  # 576 products per score, summed in pieces whose order is the compiler's
@@ -125,6 +143,9 @@ _case = partial(case_of, "mla_attention_with_lse", mla_inputs)
 _write = partial(case_of, "write_latent", write_inputs)
 
 
+_heads = partial(case_of, "head_product", head_inputs)
+
+
 def _gated(name: str, catches: str, mode: str, num_nodes: int, **shape: Any) -> Case:
     """A shipped shape, with queries so small that the order of a sum of 576 terms stays within the tolerance."""
     shape = {"heads": 128, "latent": 512, "rope": 64, "capacity": 4096, "query_scale": 0.125, **shape}
@@ -132,10 +153,10 @@ def _gated(name: str, catches: str, mode: str, num_nodes: int, **shape: Any) -> 
     return case_of("mla_attention", mla_inputs, name, catches, mode, num_nodes, (37,), gate=True, tags=large, **shape)
 
 
-def _timed(name: str, mode: str, num_nodes: int, batch: int, context: int, page_size: int = 64) -> Case:
-    """Requests of about `context` tokens with the heads of a DeepSeek-V3 layer."""
+def _timed(name: str, mode: str, num_nodes: int, batch: int, context: int, heads: int = 128) -> Case:
+    """Requests of about `context` tokens with the heads of a DeepSeek-V3 layer, or a share of them."""
     lengths = [context - 7 * row for row in range(batch)]
-    shape: dict[str, Any] = dict(heads=128, latent=512, rope=64, page_size=page_size, bench=True, tags=("large",))
+    shape: dict[str, Any] = dict(heads=heads, latent=512, rope=64, page_size=64, bench=True, tags=("large",))
     return case_of("mla_attention", mla_inputs, name, "shapes that are timed", mode, num_nodes, lengths, **shape)
 
 
@@ -162,6 +183,13 @@ CASES = (
     _case("latent_odd_split", "the rest lost in the merge", "chain", 3, (40,), latent=80, split_tokens=16),
     _case("latent_512", "the shipped size", "tree", 5, (40,), heads=8, latent=512, rope=64),
     _case("cut", "keys past max_length", "tree", 4, (30, 12), max_length=20),
+    _case("fixed_splits", "borders of splits by length", "chain", 5, (150, 63, 64), batch_invariant=True),
+    _case("fixed_block", "rows past q_lens", "block", 5, (70, 90), q_lens=(2, 0), batch_invariant=True),
+    _heads("heads_empty", "launch on an empty grid", 0, 2, 16, 16),
+    _heads("heads_odd", "rows, columns and inner size off the tile", 67, 3, 12, 34),
+    _heads("heads_columns", "strides of a transposed matrix", 5, 3, 70, 10, columns=True),
+    _heads("heads_shipped_keys", "registers", 8, 128, 128, 512, gate=True),
+    _heads("heads_shipped_values", "registers", 8, 128, 512, 128, columns=True, gate=True),
     _write("write_empty", "launch on an empty grid", 0),
     _write("write_one", "a tile padded from one row", 1, heads=1),
     _write("write_odd", "rows off the tile, padded lanes", 5, heads=3, latent=48, rope=24, page_size=6),
@@ -179,11 +207,17 @@ CASES = (
     _gated("shipped_16_heads", "a shard of the heads", "chain", 4, heads=16),
     _gated("shipped_16_rows", "registers of the small tile", "chain", 1, heads=16),
     _gated("shipped_16_rows_latent_256", "the same for a smaller latent", "chain", 1, heads=16, latent=256),
+    _gated("shipped_fixed_splits", "registers of splits at fixed positions", "chain", 4, batch_invariant=True),
     _gated("shipped_short", "registers of the store without splits", "chain", 4, capacity=256),
     _gated("shipped_latent_256", "registers of a smaller latent", "chain", 4, latent=256, rope=32),
     _gated("shipped_latent_384", "registers of a latent in two blocks", "chain", 4, latent=384),
     _timed("mla_decode_b1_8k", "chain", 1, 1, 8192),
     _timed("mla_decode_b8_8k", "chain", 1, 8, 8192),
+    _timed("mla_chain2_b8_8k", "chain", 2, 8, 8192),
     _timed("mla_chain4_b8_8k", "chain", 4, 8, 8192),
+    _timed("mla_chain8_b8_8k", "chain", 8, 8, 8192),
+    _timed("mla_decode_b8_8k_16_heads", "chain", 1, 8, 8192, heads=16),
+    _timed("mla_chain4_b8_8k_16_heads", "chain", 4, 8, 8192, heads=16),
+    _timed("mla_chain8_b8_8k_16_heads", "chain", 8, 8, 8192, heads=16),
     _timed("mla_tree16_b8_8k", "tree", 16, 8, 8192),
 )

@@ -26,7 +26,7 @@ def mla_attention(call: MlaCall) -> Tensor:
 
 def mla_attention_with_lse(call: MlaCall) -> tuple[Tensor, Tensor]:
     """`split_tokens` has no meaning here."""
-    q_latent, q_rope, cache, metadata, _ = call
+    q_latent, q_rope, cache, metadata = call[:4]
     num_nodes, _, latent = q_latent.shape[1:]
     max_length = metadata.max_length
     assert max_length is not None and metadata.scale is not None
@@ -42,6 +42,10 @@ def mla_attention_with_lse(call: MlaCall) -> tuple[Tensor, Tensor]:
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
     out = torch.einsum("bhnt,btd->bnhd", weights, tokens[..., :latent]).to(q_latent.dtype).contiguous()
     return out, lse.transpose(1, 2).contiguous()
+
+
+def head_product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1).contiguous()
 
 
 def write_latent(q: Tensor, store: LatentStore, eps: float, interleaved: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +16,15 @@ class MlaCall(NamedTuple):
     q_rope: Tensor
     cache: Tensor
     metadata: AttentionMetadata
-    split_tokens: int | None
+    split_tokens: int | None = None
+    batch_invariant: bool = False
+
+    def of_requests(self, part: slice) -> MlaCall:
+        """The call of some requests, in views of its tensors."""
+        rows: dict[str, Any] = {name: x[part] for name, x in self.metadata._asdict().items() if isinstance(x, Tensor)}
+        return self._replace(
+            q_latent=self.q_latent[part], q_rope=self.q_rope[part], metadata=self.metadata._replace(**rows)
+        )
 
 
 class LatentStore(NamedTuple):

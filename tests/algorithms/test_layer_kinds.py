@@ -29,6 +29,7 @@ from algorithms.step.step import Step
 from experiments.data.arithmetic import heldout_problems
 from tests.algorithms.layer_kinds import KINDS, LINEAR, target_of
 from tests.algorithms.toy import Scripted, Setup, autoregressive, changed, requests, run
+from tests.exact_products import add_products_in_order
 
 PUBLISHED: dict[str, Any] = {
     "vocab_size": 61,
@@ -257,3 +258,24 @@ def test_shipped_drafters_of_other_layers(family: str, kind: str) -> None:
         drafted = run(drafter, asked, setup, target).completions
         assert [c.token_ids for c in drafted] == alone
         assert sum(len(c.token_ids) for c in drafted) > 2 * sum(len(c.accepted_counts) for c in drafted)
+
+
+def test_latent_attention_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities have the same bits alone with chunks of prompts, in a batch, and with drafts."""
+    add_products_in_order(monkeypatch)
+    folder = ASSETS / "tiny_mla"
+    target = load_target(folder / "target", "cpu", torch.float32)
+    tokenizer = Tokenizer.load(folder / "target")
+    sampling = SamplingParams(max_new_tokens=3, logprobs=True)
+    asked = [
+        Request(index, tuple(tokenizer.encode_chat([problem.question])), sampling, tokenizer.eos_ids)
+        for index, problem in enumerate(heldout_problems(2))
+    ]
+    setup = Setup(impl="triton", deterministic=True, page_size=8, max_batch=2, max_length=128)
+    together = run(autoregressive(target), asked, setup, target).completions
+    alone = replace(setup, max_batch=1, prefill_chunk=16)
+    chain = DFlash(DFlash.Config(), target, folder / "dflash")
+    for algorithm, how in ((autoregressive(target), alone), (chain, setup)):
+        found = run(algorithm, asked, how, target).completions
+        assert [c.token_ids for c in found] == [c.token_ids for c in together]
+        assert [c.logprobs for c in found] == [c.logprobs for c in together] and found[0].logprobs

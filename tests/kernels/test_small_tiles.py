@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import specdec_kernels.mla.kernel as mla_kernel
+import specdec_kernels.mla.configs as mla_configs
 from specdec_kernels import paged_attention
 from specdec_kernels.attention import kernel_merge
 from specdec_kernels.attention.cases_inputs import attention_inputs, changed
@@ -36,8 +36,8 @@ def test_a_latent_in_two_blocks_over_several_tiles(monkeypatch: pytest.MonkeyPat
     """Sums are rescaled between tiles."""
     inputs = changed(mla_inputs(Maker.seeded(), "chain", 3, (75, 40), latent=48, rope=16), scale=1.0)
     expected = mla_attention(**inputs, impl="reference")
-    real = mla_kernel.mla_config
-    monkeypatch.setattr(mla_kernel, "mla_config", lambda *args: replace(real(*args), block_n=16))
+    real = mla_configs.mla_config
+    monkeypatch.setattr(mla_configs, "mla_config", lambda *args: replace(real(*args), block_n=16))
     torch.testing.assert_close(mla_attention(**inputs, impl="triton"), expected, rtol=1e-4, atol=1e-5)
 
 

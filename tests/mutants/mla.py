@@ -7,6 +7,8 @@ from functools import partial
 from tests.mutants.mutant import bugs_in, parity
 
 _kernel = bugs_in("specdec_kernels/mla/kernel.py")
+_heads = bugs_in("specdec_kernels/mla/kernel_heads.py")
+_memory = bugs_in("algorithms/models/latent/memory.py")
 _write = bugs_in("specdec_kernels/mla/kernel_write.py")
 _case = partial(parity, "mla")
 
@@ -37,15 +39,27 @@ MUTANTS = (
     ),
     _kernel(
         "mla_dropped_split",
-        "live = {{(last_key + split_length - 1) -> last_key}} // split_length",
+        "if split{{ ->  + 1}} >= num_live:",
         _case("splits"),
-        "the last, partial split never reaches the merge",
+        "the last split never reaches the merge",
     ),
     _kernel(
-        "mla_splits_end_at_the_bound",
-        "return split_tokens << tl.{{maximum -> minimum}}(",
-        ("tests/kernels/test_mla.py::test_splits_at_the_bound_of_memory",),
-        "keys past the last of a bounded number of splits are left out",
+        "mla_keys_of_the_next_split",
+        "free_end = tl.minimum(free_end, {{end -> tile_end}})",
+        _case("splits"),
+        "the last tile of a split counts keys of the next",
+    ),
+    _heads(
+        "head_rows_for_columns",
+        "weight = tl.load(weight_row + k[:, None] * {{W_ROW -> 1}}, mask",
+        _case("heads_odd"),
+        "the rows of a head's matrix are taken for adjacent",
+    ),
+    _memory(
+        "latent_path_without_its_end",
+        "lengths=(metadata.lengths[:, None] + (depth - {{1 -> 2}}).clamp(min=0)).flatten(),",
+        ("tests/algorithms/step/test_deterministic.py::test_a_token_of_latent_attention_has_the_same_bits",),
+        "a node of a tree does not see itself",
     ),
     _kernel(
         "mla_row_of_the_other_head",

@@ -30,8 +30,8 @@ _FEW_TOKENS = AllowedSpill(
 )
 _CODES = "FP8=1 BLOCK_M=128"
 ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
-    ("_mla_kernel", "sm90"): AllowedSpill(
-        8, "one register or two, stored before the loop and read after it; smaller tiles are slower"
+    ("_mla_hopper_kernel", "sm90"): AllowedSpill(
+        8, "of trees with two words of a mask, stored before the loop and read after it", ("WORDS=2",)
     ),
     ("_attention_kernel", "sm80"): AllowedSpill(8, _TWO_SUMS, _FIXED),
     ("_attention_kernel", "sm90"): AllowedSpill(

@@ -9,7 +9,8 @@ was written. The kernel is the same for every attention backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from specdec_kernels import (
     AttentionMetadata,
     Committed,
     TreeLinks,
+    head_product,
+    mask_paths,
     mla_attention,
     move_accepted,
     token_slots,
@@ -47,17 +50,26 @@ class LatentCache:
         self.rows[:, pages] = 0
 
 
+class Rows(NamedTuple):
+    """A group of rows of a forward."""
+
+    shape: torch.Size  # [B, N]
+    metadata: AttentionMetadata
+    by_node: bool = False
+    """Whether the metadata takes each node for a request, over a table of tokens."""
+
+
 @dataclass(frozen=True)
 class LatentMixer:
-    """One forward over groups of rows, one after the other: each `[B, N]` with its own metadata. All store their rows
-    of a layer before any attends."""
+    """One forward over groups of rows, one after the other. All store their rows of a layer before any attends."""
 
     cache: LatentCache
     slots: Tensor  # [T] int64 over all groups
     positions: Tensor
-    groups: tuple[tuple[torch.Size, AttentionMetadata], ...]
+    groups: tuple[Rows, ...]
     tokens: Tensor  # [T] int64 where several groups are joined
     impl: str
+    same: bool = False  # a row has the same bits among any others
 
     @property
     def real(self) -> Tensor:
@@ -72,21 +84,29 @@ class LatentMixer:
             turning, kv.reshape(rows, -1), cache, self.slots, self.positions, self.cache.rope, norm=weights.norm,
             eps=LATENT_EPS, interleaved=sizes.interleaved, impl=self.impl,
         )  # fmt: skip
-        absorbed = torch.bmm(nope.transpose(0, 1), weights.up_key).transpose(0, 1).contiguous()
-        attended = [
-            mla_attention(q_latent, turned, cache, metadata, impl=self.impl).flatten(0, 1)
-            for (_, metadata), q_latent, turned in zip(
-                self.groups, self.split(absorbed), self.split(q_rope), strict=True
-            )
-        ]
+        absorbed = self._by_head(nope, weights.up_key).contiguous()
+        parts = zip(self.groups, self.split(absorbed), self.split(q_rope), strict=True)
+        attended = [self._attend(group, cache, q_latent, turned).flatten(0, 1) for group, q_latent, turned in parts]
         latents = attended[0] if len(attended) == 1 else torch.cat(attended)
-        out = torch.bmm(latents.transpose(0, 1), weights.up_value.transpose(1, 2)).transpose(0, 1)
+        out = self._by_head(latents, weights.up_value.transpose(1, 2))
         return out.reshape(*q.shape[:-1], sizes.value)
+
+    def _attend(self, group: Rows, cache: Tensor, q_latent: Tensor, q_rope: Tensor) -> Tensor:
+        if group.by_node:
+            cache = cache.flatten(0, 1)[:, None]
+            q_latent, q_rope = (each.flatten(0, 1)[:, None] for each in (q_latent, q_rope))
+        return mla_attention(q_latent, q_rope, cache, group.metadata, batch_invariant=self.same, impl=self.impl)
+
+    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x [T, H, K]` by `weight [H, K, N]`."""
+        if self.same:
+            return head_product(x, weight, impl=self.impl)
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """`rows [T, ...]` as each group's `[B, N, ...]`."""
-        parts = rows.split([shape.numel() for shape, _ in self.groups])
-        return [part.unflatten(0, shape) for part, (shape, _) in zip(parts, self.groups, strict=True)]
+        parts = rows.split([group.shape.numel() for group in self.groups])
+        return [part.unflatten(0, group.shape) for part, group in zip(parts, self.groups, strict=True)]
 
 
 class LatentMemory:
@@ -95,8 +115,6 @@ class LatentMemory:
     def __init__(self, config: DecoderConfig, sizes: LatentConfig, resources: Resources) -> None:
         if resources.kv_dtype != resources.dtype:
             raise ValueError("runtime.kv_dtype: expected auto for a target with latent attention, got fp8_e4m3")
-        if resources.deterministic:
-            raise ValueError("runtime.deterministic: expected false for a target with latent attention, got true")
         pages = (resources.num_pages, resources.page_size)
         shape = (config.num_layers, *pages, sizes.latent + sizes.rope)
         rows = torch.zeros(shape, device=resources.device, dtype=resources.dtype)
@@ -106,12 +124,21 @@ class LatentMemory:
 
     def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> LatentMixer:
         counts = batch.active * links.positions.shape[1]
-        return self._over(batch, links.positions, counts, None if chain else links.mask)
+        same = self._resources.deterministic
+        mixer = self._over(batch, links.positions, counts, None if chain else links.mask, same)
+        if chain or not same:
+            return mixer
+        rows = mixer.groups[0]
+        paths = mask_paths(links.mask, max_depth + 1, impl=self._resources.impl)
+        metadata = of_paths(rows.metadata, paths, self.cache.page_size)
+        return replace(mixer, groups=(Rows(rows.shape, metadata, by_node=True),))
 
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> LatentMixer:
-        return self._over(batch, positions, counts, None)
+        return self._over(batch, positions, counts, None, self._resources.deterministic)
 
-    def _over(self, batch: Batch, positions: Tensor, counts: Tensor, mask: Tensor | None) -> LatentMixer:
+    def _over(
+        self, batch: Batch, positions: Tensor, counts: Tensor, mask: Tensor | None, same: bool = False
+    ) -> LatentMixer:
         width, impl, lengths = positions.shape[1], self._resources.impl, batch.lengths
         metadata = AttentionMetadata(
             page_table=batch.page_table,
@@ -124,7 +151,7 @@ class LatentMemory:
         )
         slots = token_slots(batch.page_table, lengths, counts, width, self.cache.page_size, impl=impl)
         flat = positions.flatten().contiguous()
-        return LatentMixer(self.cache, slots.flatten(), flat, ((positions.shape, metadata),), flat, impl)
+        return LatentMixer(self.cache, slots.flatten(), flat, (Rows(positions.shape, metadata),), flat, impl, same)
 
     windowed = False
 
@@ -140,7 +167,7 @@ class LatentMemory:
         slots, positions, calls = level_rows(batch, sizes, views, self.cache.page_size, impl, self._scale)
         shape = torch.Size((len(batch.lengths), sizes.width))
         return [
-            LatentMixer(self.cache, slots[level], positions[level], ((shape, call),), positions[level], impl)
+            LatentMixer(self.cache, slots[level], positions[level], (Rows(shape, call),), positions[level], impl)
             for level, call in enumerate(calls)
         ]
 
@@ -153,6 +180,7 @@ class LatentMemory:
             tuple(group for mixer in mixers for group in mixer.groups),
             torch.cat([tokens.flatten() for _, tokens in groups]),
             self._resources.impl,
+            all(mixer.same for mixer in mixers),
         )
 
     def commit(self, nodes: LatentMixer, batch: Batch, committed: Committed, chain: bool) -> None:
@@ -162,3 +190,26 @@ class LatentMemory:
 
     def move_slot(self, source: int, target: int) -> None:
         """Pages stay where they are."""
+
+
+def of_paths(metadata: AttentionMetadata, paths: Tensor, page_size: int) -> AttentionMetadata:
+    """Metadata of each node of trees `[B, N]` as a request of its own, which decodes the last token of its path: over
+    pages of one token. `paths` as `mask_paths` makes them."""
+    assert metadata.max_length is not None and metadata.q_lens is not None
+    batch, nodes, most = paths.shape
+    depth = (paths >= 0).sum(2)
+    position = torch.arange(metadata.max_length, device=paths.device)
+    tokens = metadata.page_table.repeat_interleave(page_size, dim=1)[:, : metadata.max_length] * page_size
+    tokens += position[: tokens.shape[1]] % page_size
+    behind = position - metadata.lengths[:, None]
+    slots = paths.gather(2, behind.clamp(0, most - 1)[:, None].expand(batch, nodes, -1)).clamp(min=0)
+    held = torch.where(behind[:, None] < 0, position, metadata.lengths[:, None, None] + slots)
+    table = tokens[:, None].expand(batch, nodes, -1).gather(2, held.clamp(max=tokens.shape[1] - 1))
+    used = torch.arange(nodes, device=paths.device) < metadata.q_lens[:, None]
+    return metadata._replace(
+        page_table=table.flatten(0, 1).to(torch.int32),
+        lengths=(metadata.lengths[:, None] + (depth - 1).clamp(min=0)).flatten(),
+        mode="chain",
+        mask=None,
+        q_lens=(used & (depth > 0)).flatten().to(torch.int32),
+    )

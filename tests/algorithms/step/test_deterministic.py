@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +21,11 @@ from algorithms.engine.compatibility import check_backend
 from algorithms.engine.request import EngineError
 from algorithms.engine.settings import RuntimeSettings
 from algorithms.models.decoder import Decoder
+from algorithms.models.latent.memory import LatentMemory, LatentMixer
 from algorithms.models.loading import Target
 from experiments.app.hardware import resolve_hardware
 from specdec_kernels import build_tree, mask_paths
+from tests.algorithms.layer_kinds import LATENT, target_of
 from tests.algorithms.tiny_folders import randomise
 from tests.algorithms.toy import CONFIG, VOCAB, Setup, autoregressive, engine_of, random_target
 from tests.exact_products import add_products_in_order
@@ -133,6 +137,64 @@ def test_a_token_has_the_same_bits_wherever_it_is_computed(monkeypatch: pytest.M
         "tiles of a prompt beside a chain",
         list(range(16 + LENGTH - 57)),
     )
+
+
+class LatentRuns:
+    """Forwards of a deterministic target with latent attention over one cache of two requests."""
+
+    def __init__(self) -> None:
+        target = target_of("latent")
+        self.model = target.model.to(DEVICE, DTYPE)
+        resources: Any = SimpleNamespace(
+            num_pages=2 * PAGES, page_size=PAGE, context=PAGE * PAGES, device=DEVICE, dtype=DTYPE, kv_dtype=DTYPE,
+            deterministic=True, impl="triton", caches=[],
+        )  # fmt: skip
+        self.memory = LatentMemory(target.config, LATENT, resources)
+        self.model.set_forward("triton", batch_invariant=True)
+
+    def batch(self, starts: list[int], requests: list[int]) -> Batch:
+        pages = torch.arange(2 * PAGES, dtype=torch.int32).view(2, PAGES).flip(1)[requests].contiguous().to(DEVICE)
+        lengths = torch.tensor(starts, device=DEVICE)
+        active = torch.ones(len(starts), dtype=torch.int32, device=DEVICE)
+        return SimpleNamespace(page_table=pages, lengths=lengths, active=active, max_length=max(starts))  # type: ignore[return-value]
+
+    def chunk(self, starts: list[int], tokens: Tensor, requests: Sequence[int] = (0,)) -> LatentMixer:
+        at = self.batch(starts, list(requests))
+        positions = at.lengths[:, None] + torch.arange(tokens.shape[1], device=DEVICE)
+        counts = torch.full_like(at.active, tokens.shape[1])
+        return self.memory.tiles(at, positions, counts, None)  # type: ignore[arg-type]
+
+    def verified(self, starts: list[int], parents: Sequence[int], chain: bool) -> LatentMixer:
+        at, rows = self.batch(starts, list(range(len(starts)))), len(starts)
+        links = build_tree(torch.tensor([parents] * rows, dtype=torch.int32, device=DEVICE), at.lengths, impl="triton")
+        return self.memory.nodes(at, links, chain, len(PATH) - 1)
+
+    def __call__(self, mixer: LatentMixer, tokens: Tensor) -> Tensor:
+        return self.model.logits(self.model(tokens, mixer)[0])
+
+
+@torch.no_grad()
+def test_a_token_of_latent_attention_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of a prompt, alone, in a chain among others, on a path of a tree, and beside tiles of a prompt."""
+    add_products_in_order(monkeypatch)
+    run, text = LatentRuns(), torch.randint(VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    whole = run(run.chunk([0], text), text)[0]
+    start = LENGTH - len(PATH)
+    ours = text[:, start:]
+    assert torch.equal(run(run.chunk([0], text[:, :41]), text[:, :41])[0], whole[:41])
+    assert torch.equal(run(run.chunk([41], text[:, 41:]), text[:, 41:])[0], whole[41:])
+    assert torch.equal(run(run.verified([LENGTH - 1], (-1,), True), text[:, -1:])[0], whole[-1:])
+    chain = run(run.verified([start, 3], (-1, 0, 1, 2), True), ours.repeat(2, 1))
+    assert torch.equal(chain[0], whole[start:]) and not torch.equal(chain[1], whole[start:])
+    drafted = torch.zeros(1, len(PARENTS), dtype=torch.int64, device=DEVICE)
+    drafted[0, list(PATH)] = ours[0]
+    tree = run(run.verified([start], PARENTS, False), drafted)
+    assert torch.equal(tree[0, list(PATH)], whole[start:])
+    run(run.chunk([start], ours), ours)  # the tree has stored its nodes in these places
+    mixers = [run.verified([start], (-1, 0, 1, 2), True), run.chunk([0], text[:, :9], (1,))]
+    joint = run.memory.joint(list(zip(mixers, (ours, text[:, :9]), strict=True)))
+    verified, prompt = joint.split(run(joint, joint.tokens))
+    assert torch.equal(verified[0], whole[start:]) and torch.equal(prompt[0], whole[:9])
 
 
 @pytest.mark.parametrize(
