@@ -230,7 +230,9 @@ RUN_LIMITS = {"arithmetic": 2, "code": 8, "edit": 8, "chat": 8} | dict.fromkeys(
 @cache
 def datasets() -> dict[str, type[DataConfig]]:
     """Configuration classes of all sets by name."""
-    found: dict[str, type[DataConfig]] = {kind.name: kind for kind in (ArithmeticData, CodeData, LongData, JsonlData, TextData)}
+    found: dict[str, type[DataConfig]] = {
+        kind.name: kind for kind in (ArithmeticData, CodeData, LongData, JsonlData, TextData)
+    }
     for base, docs in ((ShippedData, SHIPPED_SETS), (PublicData, dict.fromkeys(PUBLIC_SETS, PublicData.__doc__))):
         for name, doc in docs.items():
             namespace = {"__doc__": doc}
