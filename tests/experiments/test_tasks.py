@@ -189,6 +189,24 @@ def test_throughput_of_several_methods_decodes_the_baseline_once(run: Run) -> No
     assert task.best(faster)["method"] == "ngram"
 
 
+def test_the_recipe_of_long_contexts_serves_as_many_prompts_as_run_at_a_time(models: Path, tmp_path: Path) -> None:
+    small = (
+        "data.tokens=40",
+        "task.concurrency=[2]",
+        "sampling.max_new_tokens=6",
+        "task.methods.dflash_window.window=16",
+    )
+    cpu = ("runtime.graph=none", "~task.methods.eagle3_chain", "task.methods.dflash_window.window=16")
+    done = program.called(tmp_path, "experiment=long_contexts", *model_settings(models), *small, *cpu)
+    assert done.returncode == 0, done.stderr
+    methods = ["autoregressive", "dflash", "dflash_window", "ngram"]
+    assert [(row["method"], row["num_requests"], row["distinct_prompts"]) for row in done.results] == [
+        (method, 2, 2) for method in methods
+    ]
+    assert [row["output_tokens"] for row in done.results] == [12] * 4, "no stop token ends an answer"
+    assert all(row["lossless"]["identical"] == 2 for row in done.results[1:])
+
+
 def test_a_graph_level_is_named_in_a_warning() -> None:
     (level,) = without_a_run(GraphAblation).warnings([{"level": "none", "acceptance_at": [0.01]}, {"level": "step"}])
     assert level.startswith("none: only 1.0% of first drafts")
