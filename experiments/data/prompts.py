@@ -36,13 +36,13 @@ class Prompt:
     turns: tuple[str, ...] | None = None
     """User turns of a conversation, in order. Each becomes a request after the answer to the previous one."""
     raw: bool = False  # encode `text` without the chat template
-    num_tokens: int | None = None  # of a raw prompt: its first tokens, which are so many; None takes all
     answer: str | None = None
     stop_strings: tuple[str, ...] = ()
     where: str = ""  # place in a file, as `file:line`
     category: str | None = None  # the kind of the prompt, in sets that name kinds
     grammar: Mapping[str, Any] | None = None
     """A grammar for the answer, with the keys of `sampling.grammar`, which it replaces; None keeps that one."""
+    num_tokens: int | None = None  # of a raw prompt: its first tokens, which are so many; None takes all
 
     @property
     def num_turns(self) -> int:
