@@ -42,6 +42,9 @@ from algorithms.step.sampling_params import SamplingNeeds
 from specdec_kernels import CHUNK
 
 _MATRIX_ROWS = 64  # rows that fill a tile of the matrix unit
+_LONG_REQUEST = 8192
+"""Tokens of requests so long that their tiles fill two tiles of the matrix unit, which share the keys that they
+read."""
 _MIXED_TOKENS = (64, 384)
 """Prompt tokens that the smallest and the largest prefill in a step have room for. Fewer cost as much in a step, and
 more would make it much longer. Their tiles are half as wide as the default, because their padding costs arithmetic."""
@@ -242,14 +245,14 @@ def _resources(target: Target, backend: Backend, settings: RuntimeSettings, **of
     )
 
 
-def default_tile(config: DecoderConfig, device: torch.device) -> int:
-    """Tokens of a tile, from 16 to 64: on a GPU as few as fill a tile of the matrix unit with the query heads of a KV
-    head. A narrow tile wastes less on short prompts, and a long prompt reads its keys once per tile. Without a GPU
-    every tile costs about the same."""
+def default_tile(config: DecoderConfig, device: torch.device, rows: int = _MATRIX_ROWS) -> int:
+    """Tokens of a tile, from 16 to 64: on a GPU as few as make `rows` rows with the query heads of a KV head. A narrow
+    tile wastes less on short prompts, and a long prompt reads its keys once per tile. Without a GPU every tile costs
+    about the same."""
     if device.type != "cuda":
         return 64
     group = config.num_heads // config.num_kv_heads
-    return min(64, max(16, 1 << (_MATRIX_ROWS // group - 1).bit_length()))
+    return min(64, max(16, 1 << (rows // group - 1).bit_length()))
 
 
 def default_ahead(max_batch: int) -> int:
@@ -264,8 +267,10 @@ def _separate_prefills(parts: StepParts, settings: RuntimeSettings, longest: int
     tile = settings.prefill_tile
     if tile is None and _in_chunks(config, settings):
         tile = CHUNK
-    if tile is None:
-        tile = _narrow(config, device) if longest <= _SHORT_REQUEST else default_tile(config, device)
+    if tile is None and longest <= _SHORT_REQUEST:
+        tile = _narrow(config, device)
+    elif tile is None:
+        tile = default_tile(config, device, _MATRIX_ROWS * (2 if longest > _LONG_REQUEST else 1))
     tile = min(tile, settings.prefill_chunk)
     # No prefill is larger than all rows together.
     most = min(settings.prefill_chunk // tile, settings.max_batch * tiles_of(longest, tile))

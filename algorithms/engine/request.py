@@ -29,10 +29,11 @@ class Request:
         """The same request with other sampling parameters."""
         return replace(self, sampling=replace(self.sampling, **changes))
 
-    def shortened(self, max_new_tokens: int) -> Request:
-        """The same request for at most `max_new_tokens`."""
+    def shortened(self, max_new_tokens: int, prompt_tokens: int | None = None) -> Request:
+        """The same request for at most `max_new_tokens`, with at most the first `prompt_tokens` of its prompt."""
         most = min(max_new_tokens, self.sampling.max_new_tokens)
-        return self.with_sampling(max_new_tokens=most, min_tokens=min(most, self.sampling.min_tokens))
+        short = self.with_sampling(max_new_tokens=most, min_tokens=min(most, self.sampling.min_tokens))
+        return replace(short, prompt_ids=self.prompt_ids[:prompt_tokens])
 
     @property
     def max_length(self) -> int:

@@ -147,6 +147,13 @@ class Scheduler:
         """Requests that there are slots for, and whose prompts are not complete."""
         return min(self._max_batch - len(self.running), len(self.waiting) + (self.begun is not None))
 
+    @property
+    def next_prompt(self) -> int:
+        """Tokens of the prompt that is prefilled next; 0 where none waits."""
+        if self.begun is not None:
+            return len(self.begun.request.prompt_ids)
+        return len(self.waiting[0].prompt_ids) if self.waiting else 0
+
     def prefill_ahead_pays(self, tile: int, tiles: int) -> bool:
         """Whether to prefill now the prompts that have no slot: once they fill `tiles` of `tile` tokens, once no other
         request could join them, or once no admitted request waits with a complete prompt. One short prompt costs a step

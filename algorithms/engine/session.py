@@ -33,6 +33,9 @@ from algorithms.step.runner import GraphReport, StepRunner
 from algorithms.step.sampling_params import SamplingNeeds
 from algorithms.step.step import PHASES
 
+_LONG_PROMPT = 4096
+"""Tokens of a prompt above which it is prefilled between steps."""
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -159,9 +162,12 @@ class Session:
     def _mixes_prefill(self) -> bool:
         """Whether the next step prefills (mixed prefill), if it has room for that. Requests that a decode step prefills
         take part one step later. If more of them could start than run, that costs more than a pass over the weights of
-        their own."""
+        their own. A long prompt shares few passes: its time is that of its attention, which the narrow tiles of a step
+        make longer."""
         scheduler = self._scheduler
-        return bool(self._mixed_prefills()) and scheduler.num_startable <= len(scheduler.running)
+        if scheduler.num_startable > len(scheduler.running) or scheduler.next_prompt > _LONG_PROMPT:
+            return False
+        return bool(self._mixed_prefills())
 
     def _mixed_prefills(self) -> Sequence[PrefillBatch]:
         return self._runner.mixed_prefills(self._needs, len(self._scheduler.running))

@@ -38,6 +38,11 @@ class Prefiller:
                 self._captured[prefill.size] = self._recorder(partial(self._forward, prefill, self._longest))
 
     @property
+    def captures(self) -> bool:
+        """Whether prefills run as graphs."""
+        return self._recorder is not None
+
+    @property
     def captured_sizes(self) -> tuple[int, ...]:
         """Sizes that are captured, in tiles."""
         return tuple(prefill.size for prefill in self.prefills if prefill.size in self._captured)

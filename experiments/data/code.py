@@ -70,6 +70,14 @@ def read_source(path: Path) -> str | None:
         return None
 
 
+def source_windows(count: int, length: int) -> list[str]:
+    """`count` texts of `length` characters, one after another in the modules that are used for training. Where these
+    end, they begin anew."""
+    source = "\n".join(filter(None, map(read_source, training_files())))
+    whole = source * -(-count * length // len(source))
+    return [whole[at : at + length] for at in range(0, count * length, length)]
+
+
 def beginnings_of(path: Path) -> Iterator[FunctionBeginning]:
     """Beginnings of the functions of one file that are long enough to be continued, in source order."""
     source = read_source(path)

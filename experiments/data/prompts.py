@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["DataConfig", "DataError", "JsonlData", "Prompt", "PromptSet", "datasets", "load_prompts"]
 
 SHIPPED = Path(__file__).parent  # the folder of this project's prompt files
+LONG_COUNT = 8  # prompts of `data=long`
+CHARACTERS_OF_A_TOKEN = 6  # more than a token of Python source has in the mean, for any tokenizer
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Prompt:
     category: str | None = None  # the kind of the prompt, in sets that name kinds
     grammar: Mapping[str, Any] | None = None
     """A grammar for the answer, with the keys of `sampling.grammar`, which it replaces; None keeps that one."""
+    num_tokens: int | None = None  # of a raw prompt: its first tokens, which are so many; None takes all
 
     @property
     def num_turns(self) -> int:
@@ -53,7 +56,10 @@ class Prompt:
     def encode(self, tokenizer: Tokenizer, replies: Sequence[str] = ()) -> list[int]:
         """Token ids of the conversation up to the turn after `replies`, ready for the model's answer."""
         if self.raw:
-            return tokenizer.encode(self.text)
+            ids = tokenizer.encode(self.text)[: self.num_tokens]
+            if len(ids) < (self.num_tokens or 0):
+                raise ValueError(f"the text of a prompt: expected at least {self.num_tokens} tokens, got {len(ids)}")
+            return ids
         return tokenizer.encode_chat((self.turns or (self.text,))[: len(replies) + 1], replies)
 
     @classmethod
@@ -120,6 +126,24 @@ class CodeData(DataConfig):
         from experiments.data.code import function_beginnings
 
         return PromptSet(self.name, tuple(Prompt(item.prompt, raw=True) for item in function_beginnings()))
+
+
+@dataclass
+class LongData(DataConfig):
+    """8 prompts of exactly `tokens` tokens, standard-library source, to measure long contexts."""
+
+    name: str = "long"
+    tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_at_least("data.tokens", self.tokens, 1)
+
+    def load(self) -> PromptSet:
+        from experiments.data.code import source_windows
+
+        texts = source_windows(min(self.limit or LONG_COUNT, LONG_COUNT), CHARACTERS_OF_A_TOKEN * self.tokens)
+        return PromptSet(self.name, tuple(Prompt(text, raw=True, num_tokens=self.tokens) for text in texts))
 
 
 @dataclass
@@ -204,7 +228,9 @@ RUN_LIMITS = {"arithmetic": 2, "code": 8, "edit": 8, "chat": 8} | dict.fromkeys(
 @cache
 def datasets() -> dict[str, type[DataConfig]]:
     """Configuration classes of all sets by name."""
-    found: dict[str, type[DataConfig]] = {kind.name: kind for kind in (ArithmeticData, CodeData, JsonlData, TextData)}
+    found: dict[str, type[DataConfig]] = {
+        kind.name: kind for kind in (ArithmeticData, CodeData, LongData, JsonlData, TextData)
+    }
     for base, docs in ((ShippedData, SHIPPED_SETS), (PublicData, dict.fromkeys(PUBLIC_SETS, PublicData.__doc__))):
         for name, doc in docs.items():
             namespace = {"__doc__": doc}

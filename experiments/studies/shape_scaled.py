@@ -59,7 +59,7 @@ from experiments.app import cli
 from experiments.app.errors import user_errors
 from experiments.app.schema import REPO_ROOT
 from experiments.training.export import write_json
-from specdec_kernels.checks import expect_choice
+from specdec_kernels.checks import expect_at_least, expect_choice
 
 Tensors = Iterator[tuple[str, Tensor]]
 
@@ -139,7 +139,7 @@ SHAPES = {
 class ShapeScaledConfig:
     """Schema of `configs/shape_scaled.yaml`. family: folder with `target`, `dflash`, `eagle3` and `draft`. device: auto
     is a GPU where there is one. Random weights come from `seed`. routing: how tokens choose experts, of a shape that
-    has any."""
+    has any. max_position_embeddings: the longest context; None is the shape's own."""
 
     shape: str = "qwen3_8b"
     routing: str = "tokens"
@@ -148,8 +148,10 @@ class ShapeScaledConfig:
     dtype: str = "bfloat16"
     device: str = "auto"
     seed: int = 0
+    max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
+        expect_at_least("max_position_embeddings", self.max_position_embeddings, 1, nullable=True)
         expect_choice("shape", self.shape, tuple(SHAPES))
         expect_choice("routing", self.routing, ROUTINGS)
         expect_choice("dtype", self.dtype, tuple(DTYPES))
@@ -422,7 +424,7 @@ def write_family(config: ShapeScaledConfig) -> dict[str, int]:
         save_torch_state_dict(scaled, folder, max_shard_size=SHARD_SIZE)
         written[name] = sum(tensor.nbytes for tensor in scaled.values())
         shared = {"rms_norm_eps": scaler.large_eps, "tie_word_embeddings": False, "dtype": config.dtype}
-        length = {"max_position_embeddings": family.max_position_embeddings}
+        length = {"max_position_embeddings": config.max_position_embeddings or family.max_position_embeddings}
         write_json(folder / "config.json", small | asdict(large) | shared | length | changes)
         for companion in COMPANIONS:
             if (source / companion).is_file():

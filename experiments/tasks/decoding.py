@@ -27,6 +27,9 @@ from experiments.report.metrics import MethodResult
 from experiments.tasks.numerical_tie import lossless
 
 AUTOREGRESSIVE = "autoregressive"
+WARM_UP_PROMPT = 512
+"""Most prompt tokens of a request of the warm-up where prefills are captured: a graph launches the same for any
+prompt."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,9 @@ def warm_up(engine: Engine, plan: Plan, requests: Sequence[Request]) -> None:
     """Decode the beginnings of `requests`, so that compilation and first imports are no part of a step."""
     # A few requests may need less than all of them, whose steps run other kernels.
     needs = SamplingNeeds.of(request.sampling for request in requests)
+    prompt = WARM_UP_PROMPT if engine.prefiller.captures else None
     for count, tokens in warm_up_sizes(plan.hardware.label == "triton", plan.config.runtime.max_batch):
-        engine.generate([request.shortened(tokens) for request in requests[:count]], needs=needs)
+        engine.generate([request.shortened(tokens, prompt) for request in requests[:count]], needs=needs)
     engine.reset()
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+import algorithms.engine.session as session_module
 from algorithms.algorithm import Observation
 from algorithms.engine.engine import Engine, default_ahead
 from algorithms.engine.request import Completion, Request
@@ -114,6 +116,37 @@ def test_a_prompt_is_prefilled_before_a_row_is_free() -> None:
             done += session.step()
     assert [c.token_ids for c in done] == answers([first, second, third], Setup(), TARGET)
     assert all(c.ttft_ms <= c.total_ms for c in done)
+
+
+def test_a_long_prompt_runs_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another request runs, in as many chunks as it needs, with a step after each. A shorter one still rides."""
+    monkeypatch.setattr(session_module, "_LONG_PROMPT", 20)
+    first, other, short, long = requests(4, max_new_tokens=12)
+    short, long = (
+        replace(short, prompt_ids=short.prompt_ids[:6]),
+        replace(long, prompt_ids=(long.prompt_ids * 2)[:40]),
+    )
+    setup = replace(RIDING, max_batch=4, async_steps=0)
+    engine = engine_of(autoregressive(TARGET), setup, TARGET)
+    done = []
+    with engine.session(SamplingNeeds()) as session:
+        session.submit(first)
+        session.step()
+        rides = Rides(monkeypatch)
+        session.submit(short)
+        session.step()
+        assert (rides.in_steps, rides.between) == (5, 0)
+        session.submit(long)
+        before = session.report().emitted_tokens
+        for chunk in range(1, 4):
+            done += session.step()
+            assert (rides.in_steps, rides.between) == (5, 12 * chunk)
+        assert session.report().emitted_tokens - before == 6, "both requests go on"
+        while not session.idle:
+            done += session.step()
+    assert (rides.in_steps, rides.between) == (5, 39)
+    found = [c.token_ids for c in sorted(done, key=lambda completion: completion.request_id)]
+    assert found == answers([first, short, long], Setup(), TARGET)
 
 
 def test_a_waiting_request_can_be_aborted() -> None:

@@ -15,7 +15,16 @@ import pytest
 from algorithms.models.tokenizer import Tokenizer
 from experiments.app.schema import REPO_ROOT
 from experiments.app.workload import _markup as markup
-from experiments.data.prompts import DataConfig, DataError, Prompt, PromptSet, datasets, load_prompts
+from experiments.data.prompts import (
+    LONG_COUNT,
+    DataConfig,
+    DataError,
+    LongData,
+    Prompt,
+    PromptSet,
+    datasets,
+    load_prompts,
+)
 from experiments.data.public import same_boxed, same_number
 
 
@@ -59,6 +68,19 @@ def test_arithmetic_prompts_are_held_out_and_scored() -> None:
 def test_code_prompts_are_raw() -> None:
     loaded = load_prompts(config("code"))
     assert len(loaded.prompts) == 64 and loaded.score is None and all(prompt.raw for prompt in loaded.prompts)
+
+
+def test_long_prompts_have_exactly_so_many_tokens() -> None:
+    """Of different text each, and a text that is too short is named."""
+    tokenizer = Tokenizer.load(REPO_ROOT / "assets/tiny/target")
+    prompts = load_prompts(LongData(tokens=700, limit=3)).prompts
+    ids = [prompt.encode(tokenizer) for prompt in prompts]
+    assert [len(each) for each in ids] == [700] * 3 and len({tuple(each) for each in ids}) == 3
+    assert len(load_prompts(LongData(tokens=2)).prompts) == LONG_COUNT
+    with pytest.raises(ValueError, match=r"at least 701 tokens, got \d+"):
+        Prompt("too short", raw=True, num_tokens=701).encode(tokenizer)
+    with pytest.raises(ValueError, match=r"data\.tokens: expected at least 1, got 0"):
+        LongData(tokens=0)
 
 
 def test_how_prompts_are_encoded() -> None:

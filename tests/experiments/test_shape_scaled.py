@@ -38,13 +38,16 @@ OWN = Family(
     Shape(320, 832, 8, 9, 3, 128, 2304), Shape(192, 320, 5, 6, 2, 128, 2304), 4, 5, 1664, max_position_embeddings=1024
 )
 SHAPES |= {"test": OWN, "test_experts": replace(OWN, experts=ExpertShape(6, 2, 800))}
+LONGEST = 1536  # positions, where the family has 1,024
+FOLDERS = ("target", "draft", "dflash", "eagle3")
 PROMPTS = ("Mia has 12 apples and buys 7 more. How many apples does she have?", "def add(a, b):")
 
 
 @pytest.fixture(scope="module", params=["test", "test_experts"])
 def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     out = tmp_path_factory.mktemp("scaled")
-    write_family(ShapeScaledConfig(shape=request.param, out=str(out), dtype="float32", device="cpu"))
+    own = dict(dtype="float32", device="cpu", max_position_embeddings=LONGEST)
+    write_family(ShapeScaledConfig(shape=request.param, out=str(out), **own))
     return out
 
 
@@ -91,6 +94,8 @@ def test_the_folders_have_the_named_sizes(large: Path) -> None:
     for name, shape in (("target", family.target), ("draft", family.draft)):
         assert Shape.of(json.loads((large / name / "config.json").read_text())) == shape
         assert (large / name / "tokenizer.json").read_bytes() == (SMALL / name / "tokenizer.json").read_bytes()
+    configs = [json.loads((large / name / "config.json").read_text()) for name in FOLDERS]
+    assert [config["max_position_embeddings"] for config in configs] == [LONGEST] * 4
     model = load_target(large / "target", "cpu", torch.float32).model
     for layer in model.model.layers:
         if isinstance(layer.mlp, Experts):

@@ -10,6 +10,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Sequence
 from functools import partial
 from html import unescape
 from pathlib import Path
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 
 from algorithms.attention.memory import PagedMemory
 from algorithms.engine.request import Completion, Request
+from algorithms.engine.settings import RuntimeSettings
 from experiments.app.hardware import Hardware
 from experiments.app.task_schema import LosslessnessTask
 from experiments.report.checks import LOW_ACCEPTANCE
@@ -36,7 +38,7 @@ from experiments.tasks.graph_ablation import GraphAblation, level_note
 from experiments.tasks.losslessness import BackendChecks, Losslessness
 from experiments.tasks.throughput import Throughput, inter_token_ms, repeated
 from specdec_kernels.sampling import philox_uniform
-from tests.algorithms.toy import random_target
+from tests.algorithms.toy import Setup, autoregressive, engine_of, random_target
 from tests.algorithms.toy import requests as toy_requests
 from tests.experiments import program
 from tests.experiments.program import Done, Run, model_settings
@@ -185,6 +187,24 @@ def test_throughput_of_several_methods_decodes_the_baseline_once(run: Run) -> No
     task.plan.config = SimpleNamespace(algo=SimpleNamespace(name="ngram"))
     faster = [row | {"wall_tokens_per_s": rate} for rate, row in enumerate(done.results, 1)]
     assert task.best(faster)["method"] == "ngram"
+
+
+def test_the_recipe_of_long_contexts_serves_as_many_prompts_as_run_at_a_time(models: Path, tmp_path: Path) -> None:
+    small = (
+        "data.tokens=40",
+        "task.concurrency=[2]",
+        "sampling.max_new_tokens=6",
+        "task.methods.dflash_window.window=16",
+    )
+    cpu = ("runtime.graph=none", "~task.methods.eagle3_chain", "task.methods.dflash_window.window=16")
+    done = program.called(tmp_path, "experiment=long_contexts", *model_settings(models), *small, *cpu)
+    assert done.returncode == 0, done.stderr
+    methods = ["autoregressive", "dflash", "dflash_window", "ngram"]
+    assert [(row["method"], row["num_requests"], row["distinct_prompts"]) for row in done.results] == [
+        (method, 2, 2) for method in methods
+    ]
+    assert [row["output_tokens"] for row in done.results] == [12] * 4, "no stop token ends an answer"
+    assert all(row["lossless"]["identical"] == 2 for row in done.results[1:])
 
 
 def test_a_graph_level_is_named_in_a_warning() -> None:
@@ -530,6 +550,30 @@ def test_warm_up_prefills_every_size_that_is_compiled() -> None:
 
     assert warm_up_sizes(False, 8) == [(1, 2)]
     assert warm_up_sizes(True, 6) == [(1, 2), (2, 2), (4, 2), (6, 2), (24, 32)]
+
+
+@pytest.mark.parametrize("graph", ["step", "none"])
+def test_the_warm_up_shortens_prompts_of_captured_prefills(monkeypatch: pytest.MonkeyPatch, graph: str) -> None:
+    """A prefill that is not captured may launch other kernels for a long prompt."""
+    from experiments.tasks import decoding
+
+    monkeypatch.setattr(decoding, "WARM_UP_PROMPT", 3)
+    engine = engine_of(autoregressive(TOY), Setup(graph=graph), TOY)
+    asked = toy_requests(2, max_new_tokens=4)
+    generate, seen = engine.generate, []
+
+    def watched(requests: Sequence[Request], **rest: Any) -> Any:
+        seen.extend(requests)
+        return generate(requests, **rest)
+
+    monkeypatch.setattr(engine, "generate", watched)
+    plan: Any = SimpleNamespace(
+        hardware=SimpleNamespace(label="triton"), config=SimpleNamespace(runtime=RuntimeSettings(max_batch=2))
+    )
+    decoding.warm_up(engine, plan, asked)
+    most = 3 if graph == "step" else max(len(request.prompt_ids) for request in asked)
+    assert max(len(request.prompt_ids) for request in seen) == most
+    assert all(request.prompt_ids == asked[request.id].prompt_ids[:most] for request in seen)
 
 
 def test_factors_of_the_cache_are_measured_and_used(run: Run) -> None:

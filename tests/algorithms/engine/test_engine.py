@@ -91,13 +91,16 @@ def test_a_chunk_in_a_step_has_room_for_some_prompts(changes: dict, sizes: tuple
     assert (tuple(chunk.size for chunk in chunks), {chunk.tile for chunk in chunks}) == (sizes, {tile})
 
 
-@pytest.mark.parametrize(("longest", "tile"), [(512, 16), (513, 32)])
-def test_tiles_are_half_as_wide_where_requests_are_short(
+@pytest.mark.parametrize(("longest", "tile"), [(512, 16), (513, 32), (900, 32), (901, 64)])
+def test_tiles_are_narrow_where_requests_are_short_and_wide_where_they_are_long(
     monkeypatch: pytest.MonkeyPatch, longest: int, tile: int
 ) -> None:
     """On a GPU, where tiles are as narrow as the matrix unit lets them."""
+    monkeypatch.setattr("algorithms.engine.engine._LONG_REQUEST", 900)
     monkeypatch.setattr("algorithms.engine.engine._narrow", lambda config, device: 8 * config.num_kv_heads)
-    monkeypatch.setattr("algorithms.engine.engine.default_tile", lambda config, device: 16 * config.num_kv_heads)
+    monkeypatch.setattr(
+        "algorithms.engine.engine.default_tile", lambda config, device, rows: rows // 4 * config.num_kv_heads
+    )
     target = random_target()
     target = replace(target, config=replace(target.config, max_position_embeddings=1024))
     chunks = engine_of(autoregressive(target), Setup(max_length=longest, prefill_tile=None), target).prefiller.prefills
