@@ -37,7 +37,7 @@ EXPLORATION_SHARE = 0.0075  # bound on the time of exploration steps, as a share
 LEAST_PAUSE, LEAST_STEPS = 16, 2
 """Least number of steps without a draft, and of steps of one size, between two explorations."""
 DECIDE_EVERY = 4  # steps between two choices
-FIRST_WEIGHT, LARGEST_WEIGHT = 4, 32
+FIRST_WEIGHT, LARGEST_WEIGHT = 8, 64
 """Steps of a size that its cost counts for before its first real step, and that its mean remembers."""
 LARGEST_RATIO = 1.5  # of a step's time over its expected cost; more is the host's delay
 SHARE_EVERY = 64  # steps between two times that the ranks of a target take over rank 0's costs
