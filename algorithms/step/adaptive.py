@@ -11,7 +11,8 @@ then a step has another size.
 Costs are timed on random tokens before the first request. What a step of a mixture of experts costs depends on the
 experts that its tokens touch, so the times of real steps correct them: r_s, the fading mean of real over timed
 milliseconds of size s, multiplies the timed cost. Between sizes with real steps r follows straight lines over s, from
-r_0 = 1 on, and is constant beyond the largest.
+r_0 = 1 on, or the r of the least size where that is larger. If r falls up to the largest size, it falls as much with
+the next one; beyond it is constant.
 
 An output does not depend on the sizes, because the target's argmax or sample decides at every node.
 """
@@ -37,7 +38,7 @@ EXPLORATION_SHARE = 0.0075  # bound on the time of exploration steps, as a share
 LEAST_PAUSE, LEAST_STEPS = 16, 2
 """Least number of steps without a draft, and of steps of one size, between two explorations."""
 DECIDE_EVERY = 4  # steps between two choices
-FIRST_WEIGHT, LARGEST_WEIGHT = 8, 64
+FIRST_WEIGHT, LARGEST_WEIGHT = 2, 64
 """Steps of a size that its cost counts for before its first real step, and that its mean remembers."""
 LARGEST_RATIO = 1.5  # of a step's time over its expected cost; more is the host's delay
 SHARE_EVERY = 64  # steps between two times that the ranks of a target take over rank 0's costs
@@ -136,18 +137,31 @@ class RealCosts:
 
     def reset(self) -> None:
         """Forget the real steps."""
-        self._ratios, self._weights = {NO_DRAFT: 1.0}, {NO_DRAFT: FIRST_WEIGHT}
+        self._ratios: dict[int, float] = {}
+        self._weights: dict[int, int] = {}
 
     def of_sizes(self) -> list[float]:
         """Milliseconds of a step of each size."""
-        return [ms * _between(self._ratios, size) for size, ms in enumerate(self._timed_ms)]
+        return [ms * self._ratio(size) for size, ms in enumerate(self._timed_ms)]
 
     def update(self, size: int, spent_ms: float) -> None:
         """Take in a step."""
-        before = _between(self._ratios, size)
+        before = self._ratio(size)
         weight = min(self._weights.get(size, FIRST_WEIGHT) + 1, LARGEST_WEIGHT)
         ratio = min(spent_ms / self._timed_ms[size], LARGEST_RATIO * before)
         self._ratios[size], self._weights[size] = before + (ratio - before) / weight, weight
+
+    def _ratio(self, size: int) -> float:
+        """Real over timed milliseconds of a step of `size`."""
+        if not self._ratios:
+            return 1.0
+        largest = max(self._ratios)
+        ratio = self._ratios[largest]
+        line = {NO_DRAFT: max(1.0, self._ratios[min(self._ratios)])} | self._ratios
+        if largest != NO_DRAFT:
+            # Half of it at least, because the fall from one or two sizes is uncertain.
+            line[largest + 1] = min(ratio, max(ratio / 2, ratio - (1 - ratio) / largest))
+        return _between(line, size)
 
 
 class Sizing:

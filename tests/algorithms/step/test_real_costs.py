@@ -14,7 +14,7 @@ from algorithms.step import adaptive
 from algorithms.step.adaptive import LARGEST_RATIO, LARGEST_WEIGHT, SHARE_EVERY, RealCosts, Sizing, StepCosts
 
 EXPERTS, TOPK, NODES = 128, 8, 16
-SAMPLES, STEPS = 300, 1500
+SAMPLES, STEPS = 300, 1200
 SKEW, KEPT = 2.0, 0.8
 """Standard deviation of the experts' preferences, and the chance that a token keeps an expert of its predecessor."""
 HICCUP = 0.005
@@ -43,10 +43,16 @@ def spent_ms(routing: str) -> dict[int, Any]:
     return {nodes: np.array(times) for nodes, times in found.items()}
 
 
+@cache
 def to_best(routing: str, acceptance: float, learns: bool) -> float:
+    """As `_to_best`, in the mean over three sequences of random numbers."""
+    return sum(_to_best(routing, acceptance, learns, seed) for seed in range(3)) / 3
+
+
+def _to_best(routing: str, acceptance: float, learns: bool, seed: int) -> float:
     """Rate of the sizes that are chosen, over that of the best fixed one. Tokens and times are the expected ones of
     each size, so that only the choice varies; the policy sees random ones."""
-    random, sizing, clock = np.random.default_rng(3), Sizing(NODES, (1,)), spent_ms(routing)
+    random, sizing, clock = np.random.default_rng(seed), Sizing(NODES, (1,)), spent_ms(routing)
     timed = clock if routing == "dense" else spent_ms("uniform")
     sizing.set_costs(StepCosts({(1, nodes): float(np.median(times)) for nodes, times in timed.items()}))
     expected = {nodes: (1 - acceptance**nodes) / (1 - acceptance) for nodes in sizing.nodes}
@@ -79,16 +85,20 @@ def test_a_dense_target_loses_nothing(acceptance: float) -> None:
     assert learned >= max(0.97, without - 0.005)
 
 
-def test_ratios_follow_lines_between_sizes_that_ran_and_are_constant_beyond() -> None:
-    real = RealCosts([1.0, 2.0, 4.0, 8.0])
+def test_ratios_follow_lines_between_sizes_that_ran() -> None:
+    """A ratio that falls goes on for one size; one that rises is that of all sizes."""
+    real = RealCosts([1.0, 2.0, 4.0, 8.0, 16.0])
     for _ in range(400):
-        real.update(2, 2.0)
-    assert real.of_sizes() == pytest.approx([1.0, 1.5, 2.0, 4.0], rel=1e-2)
+        real.update(2, 2.8)
+    assert real.of_sizes() == pytest.approx([1.0, 2 * 0.85, 4 * 0.7, 8 * 0.55, 16 * 0.55], rel=1e-2)
     for _ in range(400):
         real.update(3, 8.0)
-    assert real.of_sizes() == pytest.approx([1.0, 1.5, 2.0, 8.0], rel=1e-2)
+    assert real.of_sizes() == pytest.approx([1.0, 2 * 0.85, 4 * 0.7, 8.0, 16.0], rel=1e-2)
     real.reset()
-    assert real.of_sizes() == [1.0, 2.0, 4.0, 8.0]
+    assert real.of_sizes() == [1.0, 2.0, 4.0, 8.0, 16.0]
+    for _ in range(400):
+        real.update(2, 8.0)
+    assert real.of_sizes() == pytest.approx([2.0, 4.0, 8.0, 16.0, 32.0], rel=1e-2)
 
 
 def test_a_delay_of_the_host_changes_little() -> None:
@@ -110,4 +120,4 @@ def test_ranks_choose_by_rank_0s_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         sizing.update(result, number, 2, 3.0)
     assert sizing.costs_ms == {1: [1.0, 2.0], 2: [1.0, 2.0]}
     sizing.update(result, SHARE_EVERY, 2, 3.0)
-    assert sizing.costs_ms[1] == pytest.approx([2.0, 6.0], rel=0.05) and sizing.costs_ms[2] == [2.0, 4.0]
+    assert sizing.costs_ms[1] == pytest.approx([3.0, 6.0], rel=0.05) and sizing.costs_ms[2] == [2.0, 4.0]
