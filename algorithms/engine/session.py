@@ -225,8 +225,9 @@ class Session:
         for result, launched in self._readback.due(all_of_them):
             ended += self._collect(result, launched.requests, moves)
             if self._parts.sizing is not None and not self._needs.constrained:
-                marks, slots = launched.marks, len(launched.requests)
-                spent_ms = None if marks is None else self._runner.spent_ms(marks, slots, launched.nodes)
+                spent_ms = None
+                if launched.marks is not None:
+                    spent_ms = self._runner.spent_ms(launched.marks, len(launched.requests), launched.nodes)
                 self._parts.sizing.update(result, launched.number, launched.nodes, spent_ms)
         if not self._scheduler.running:
             # What is still in flight was launched for requests that have ended.

@@ -149,7 +149,8 @@ class RealCosts:
         before = self._ratio(size)
         weight = min(self._weights.get(size, FIRST_WEIGHT) + 1, LARGEST_WEIGHT)
         ratio = min(spent_ms / self._timed_ms[size], LARGEST_RATIO * before)
-        self._ratios[size], self._weights[size] = before + (ratio - before) / weight, weight
+        self._ratios[size] = before + (ratio - before) / weight
+        self._weights[size] = weight
 
     def _ratio(self, size: int) -> float:
         """Real over timed milliseconds of a step of `size`."""
@@ -171,7 +172,8 @@ class Sizing:
         """For the trees of an algorithm. `batches` are the batch sizes, rising to the largest, whose steps have a
         cost. Ranks share costs through `device`."""
         self.nodes = step_sizes(num_nodes)
-        self._batches, self._device = batches, device
+        self._batches = batches
+        self._device = device
         self.costs_ms: dict[int, list[float]] = {}
         """By batch size, of a step of each size; empty where the cost of steps is not known yet."""
         self._real: dict[int, RealCosts] = {}

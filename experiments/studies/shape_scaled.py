@@ -434,8 +434,9 @@ def write_family(config: ShapeScaledConfig) -> dict[str, int]:
     if family.experts is None:
         write("target", family.target, scaled_decoder)
     else:
-        experts, routing, skew = family.experts, config.routing, config.skew
-        with_experts = partial(scaled_experts_decoder, experts=experts, routing=routing, skew=skew)
+        with_experts = partial(
+            scaled_experts_decoder, experts=family.experts, routing=config.routing, skew=config.skew
+        )
         write("target", family.target, with_experts, **family.experts.keys())
     write("draft", family.draft, scaled_decoder)
     _, small = read_folder(Path(config.family) / "dflash")
