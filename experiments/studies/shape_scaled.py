@@ -434,9 +434,7 @@ def write_family(config: ShapeScaledConfig) -> dict[str, int]:
     if family.experts is None:
         write("target", family.target, scaled_decoder)
     else:
-        with_experts = partial(
-            scaled_experts_decoder, experts=family.experts, routing=config.routing, skew=config.skew
-        )
+        with_experts = partial(scaled_experts_decoder, experts=family.experts, routing=config.routing, skew=config.skew)
         write("target", family.target, with_experts, **family.experts.keys())
     write("draft", family.draft, scaled_decoder)
     _, small = read_folder(Path(config.family) / "dflash")
