@@ -94,6 +94,18 @@ class PhaseClock:
                 phase_times[name] = phase_times.get(name, 0.0) + spent_ms
         return phase_times
 
+    def mark(self) -> Any:
+        """The end of the work queued so far; see `between_ms`."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between_ms(self, start: Any, end: Any) -> float:
+        """Milliseconds between two marks that the device has passed."""
+        return float((end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end))
+
     def _host_phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
@@ -103,14 +115,11 @@ class PhaseClock:
 
     def _device_phase(self, name: str) -> Iterator[None]:
         self._collect()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(self._device)
-        start.record(stream)
+        start = self.mark()
         try:
             yield
         finally:
-            end.record(stream)
-            self._pending.append((name, start, end))
+            self._pending.append((name, start, self.mark()))
 
     def _collect(self) -> None:
         """Add up the phases at the front of the queue that the device has finished."""

@@ -99,7 +99,7 @@ class Engine:
         memory = allocate_memory(config, resources, kv_scales)
         state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, device)
         algorithm.bind(resources)
-        sizing = Sizing(algorithm.num_nodes, buckets(settings.max_batch)) if adaptive else None
+        sizing = Sizing(algorithm.num_nodes, buckets(settings.max_batch), device) if adaptive else None
         backlog = DeferredObservation(len(algorithm.target_layers), resources) if adaptive else None
         if sizing is not None and step_costs is not None:
             sizing.set_costs(step_costs)

@@ -74,12 +74,13 @@ class Generation:
 
 
 class Launched(NamedTuple):
-    """A step in flight: its requests by slot, its nodes, and its number in the session, from 1 on, where
-    steps differ in size."""
+    """A step in flight: its requests by slot, its nodes, its number in the session, from 1 on, where steps differ in
+    size, and `StepRunner.last_marks`."""
 
     requests: list[Running]
     nodes: int
     number: int
+    marks: tuple[Any, Any] | None
 
 
 class Session:
@@ -200,7 +201,8 @@ class Session:
         step, sizing = self._runner.last_step, self._parts.sizing
         assert step is not None
         number = 0 if sizing is None else sizing.num_steps.total()
-        self._readback.push(table, Launched(list(slots), step.num_nodes, number), step.num_evidence, step.num_drafts)
+        launched = Launched(list(slots), step.num_nodes, number, self._runner.last_marks)
+        self._readback.push(table, launched, step.num_evidence, step.num_drafts)
         self._start()
         self._launch_ms += _now_ms() - began_ms
 
@@ -226,7 +228,10 @@ class Session:
         for result, launched in self._readback.due(all_of_them):
             ended += self._collect(result, launched.requests, moves)
             if self._parts.sizing is not None and not self._needs.constrained:
-                self._parts.sizing.update(result, launched.number, launched.nodes)
+                spent_ms = None
+                if launched.marks is not None:
+                    spent_ms = self._runner.spent_ms(launched.marks, len(launched.requests), launched.nodes)
+                self._parts.sizing.update(result, launched.number, launched.nodes, spent_ms)
         if not self._scheduler.running:
             # What is still in flight was launched for requests that have ended.
             self._readback.drop()

@@ -8,6 +8,12 @@ A step of each size is a CUDA graph of its own. The host reads the accepted draf
 adds exploration: a step without a draft says nothing about drafts, and a small one little about larger ones, so now and
 then a step has another size.
 
+Costs are timed on random tokens before the first request. What a step of a mixture of experts costs depends on the
+experts that its tokens touch, so the times of real steps correct them: r_s, the fading mean of real over timed
+milliseconds of size s, multiplies the timed cost. Between sizes with real steps r follows straight lines over s, from
+r_0 = 1 on, or the r of the least size where that is larger. If r falls up to the largest size, it falls as much with
+the next one; beyond it is constant.
+
 An output does not depend on the sizes, because the target's argmax or sample decides at every node.
 """
 
@@ -15,13 +21,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from algorithms.engine.readback import StepResult
+from algorithms.parallel.collectives import from_rank_0, parallel
 from algorithms.step.draft_length import DraftLengthPolicy, prior_tokens
 
 NO_DRAFT = 0  # index of the size without a draft
@@ -30,6 +38,10 @@ EXPLORATION_SHARE = 0.0075  # bound on the time of exploration steps, as a share
 LEAST_PAUSE, LEAST_STEPS = 16, 2
 """Least number of steps without a draft, and of steps of one size, between two explorations."""
 DECIDE_EVERY = 4  # steps between two choices
+FIRST_WEIGHT, LARGEST_WEIGHT = 2, 64
+"""Steps of a size that its cost counts for before its first real step, and that its mean remembers."""
+LARGEST_RATIO = 1.5  # of a step's time over its expected cost; more is the host's delay
+SHARE_EVERY = 64  # steps between two times that the ranks of a target take over rank 0's costs
 
 
 def step_sizes(num_nodes: int) -> tuple[int, ...]:
@@ -116,23 +128,64 @@ class Pacing:
         return NO_DRAFT
 
 
+class RealCosts:
+    """What steps of one batch size cost, by size: timed ones, corrected by the times of real steps."""
+
+    def __init__(self, timed_ms: Sequence[float]) -> None:
+        self._timed_ms = timed_ms
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the real steps."""
+        self._ratios: dict[int, float] = {}
+        self._weights: dict[int, int] = {}
+
+    def of_sizes(self) -> list[float]:
+        """Milliseconds of a step of each size."""
+        return [ms * self._ratio(size) for size, ms in enumerate(self._timed_ms)]
+
+    def update(self, size: int, spent_ms: float) -> None:
+        """Take in a step."""
+        before = self._ratio(size)
+        weight = min(self._weights.get(size, FIRST_WEIGHT) + 1, LARGEST_WEIGHT)
+        ratio = min(spent_ms / self._timed_ms[size], LARGEST_RATIO * before)
+        self._ratios[size] = before + (ratio - before) / weight
+        self._weights[size] = weight
+
+    def _ratio(self, size: int) -> float:
+        """Real over timed milliseconds of a step of `size`."""
+        if not self._ratios:
+            return 1.0
+        largest = max(self._ratios)
+        ratio = self._ratios[largest]
+        line = {NO_DRAFT: max(1.0, self._ratios[min(self._ratios)])} | self._ratios
+        if largest != NO_DRAFT:
+            # Half of it at least, because the fall from one or two sizes is uncertain.
+            line[largest + 1] = min(ratio, max(ratio / 2, ratio - (1 - ratio) / largest))
+        return _between(line, size)
+
+
 class Sizing:
     """The sizes of the steps of one engine, and the choice between them."""
 
-    def __init__(self, num_nodes: int, batches: tuple[int, ...]) -> None:
+    def __init__(self, num_nodes: int, batches: tuple[int, ...], device: torch.device | str = "cpu") -> None:
         """For the trees of an algorithm. `batches` are the batch sizes, rising to the largest, whose steps have a
-        cost."""
+        cost. Ranks share costs through `device`."""
         self.nodes = step_sizes(num_nodes)
         self._batches = batches
+        self._device = device
         self.costs_ms: dict[int, list[float]] = {}
         """By batch size, of a step of each size; empty where the cost of steps is not known yet."""
+        self._real: dict[int, RealCosts] = {}
         self.policy, self.pacing = DraftLengthPolicy(self.nodes), Pacing(self.nodes)
         self.num_steps: Counter[int] = Counter()
         """Steps of each number of nodes."""
 
     def set_costs(self, costs: StepCosts) -> None:
         """Set what steps cost."""
-        self.costs_ms = {batch: [costs.of(batch, nodes) for nodes in self.nodes] for batch in self._batches}
+        timed = {batch: [costs.of(batch, nodes) for nodes in self.nodes] for batch in self._batches}
+        self._real = {batch: RealCosts(timed_ms) for batch, timed_ms in timed.items()}
+        self._refresh()
 
     def next(self, requests: int) -> int:
         """Nodes of the next step, over `requests` requests; it is counted."""
@@ -140,11 +193,33 @@ class Sizing:
         self.num_steps[nodes] += 1
         return nodes
 
-    def _step_ms(self, requests: int) -> list[float]:
-        return self.costs_ms[next(batch for batch in self._batches if batch >= requests)]
+    def _batch_of(self, requests: int) -> int:
+        return next(batch for batch in self._batches if batch >= requests)
 
-    def update(self, result: StepResult, number: int, nodes: int) -> None:
-        """Take in the step of that `number`, from 1 on, over `nodes` nodes."""
+    def _step_ms(self, requests: int) -> list[float]:
+        return self.costs_ms[self._batch_of(requests)]
+
+    def _refresh(self, batches: Iterable[int] | None = None) -> None:
+        """Take over the costs of `batches`, by default all."""
+        for batch in self._batches if batches is None else batches:
+            self.costs_ms[batch] = self._real[batch].of_sizes()
+
+    def _share(self) -> None:
+        """Take over rank 0's costs, on all ranks: their clocks differ, and they must choose alike."""
+        self._refresh()
+        (costs,) = from_rank_0([torch.tensor([self.costs_ms[batch] for batch in self._batches], device=self._device)])
+        self.costs_ms = dict(zip(self._batches, costs.tolist(), strict=True))
+
+    def update(self, result: StepResult, number: int, nodes: int, spent_ms: float | None = None) -> None:
+        """Take in the step of that `number`, from 1 on, over `nodes` nodes. `spent_ms` is its time, None where it says
+        nothing about the cost of such a step."""
+        if spent_ms is not None:
+            batch = self._batch_of(len(result.figures))
+            self._real[batch].update(self.nodes.index(nodes), spent_ms)
+            if not parallel():
+                self._refresh([batch])
+        if parallel() and number % SHARE_EVERY == 0:
+            self._share()
         if nodes > 1:
             accepted = [figures[0] for figures in result.figures]
             times = self._step_ms(len(accepted))
@@ -153,9 +228,12 @@ class Sizing:
             self.pacing.update(self.policy.choice, self.policy.drafting)
 
     def reset(self) -> None:
-        """Drop the evidence of all steps, but not their cost."""
+        """Drop the evidence of all steps. Their timed cost stays."""
         self.policy.reset()
         self.pacing.reset()
+        for real in self._real.values():
+            real.reset()
+        self._refresh(self._real)
 
     def report(self) -> dict[str, Any]:
         """Steps by nodes so far, and the cost that the choice is made with."""

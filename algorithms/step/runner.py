@@ -161,6 +161,10 @@ class StepRunner:
         self._launched = False
         self.last_step: Step | None = None
         """The step that was launched last."""
+        self.last_marks: tuple[Any, Any] | None = None
+        """Marks of its begin and end, if the costs of steps were timed; None for a step with a prefill batch."""
+        self._observed_ms: dict[int, float] = {}
+        """By batch size, the share of a deferred observation in a step without a draft; empty before `step_times`."""
         self._compiled: set[SamplingNeeds] = set()
         self._buckets = buckets(parts.state.max_batch) if self.recorder else ()
 
@@ -247,9 +251,16 @@ class StepRunner:
             launch = self._recorded(_Variant(self.bucket_of(num_slots), nodes, needs), prefill)
         else:
             launch = self._prepared(num_slots, max_length, needs, checked=first, nodes=nodes)
+        began = self.clock.mark() if self._observed_ms else None
         self._play(launch.calls)
+        self.last_marks = None if began is None or prefill is not None else (began, self.clock.mark())
         self.last_step = launch.step
         return launch.step.table[:num_slots]
+
+    def spent_ms(self, marks: tuple[Any, Any], num_slots: int, nodes: int) -> float:
+        """The time of a step between its marks, which the device has passed; as `step_times` has it."""
+        share = next(ms for size, ms in self._observed_ms.items() if size >= num_slots)
+        return self.clock.between_ms(*marks) + (share if nodes == 1 else 0.0)
 
     def _recorded(self, variant: _Variant, prefill: PrefillBatch | None) -> _Launch:
         alone = self._captured[variant]
@@ -307,9 +318,8 @@ class StepRunner:
             for _ in range(1 + _TIMED_RUNS)
         ]
         found = {place: median(times[place] for times in rounds[1:]) for place in work}
-        for size in buckets(state.max_batch):
-            found[size, 1] += found.pop((size, 0)) / COLUMNS
-        return found
+        self._observed_ms = {size: found.pop((size, 0)) / COLUMNS for size in buckets(state.max_batch)}
+        return {place: ms + (self._observed_ms[place[0]] if place[1] == 1 else 0.0) for place, ms in found.items()}
 
     def _dummy_step(self, size: int, length: int, nodes: int, needs: SamplingNeeds) -> Callable[[], None]:
         if self.recorder:

@@ -24,7 +24,8 @@ to one, so any choice gives the small family's function, and the router is free 
 
 - `tokens`: every token has a random code in channels behind the constant, which no layer changes; a layer's router
   multiplies it by a random matrix. Tokens choose independently, all experts alike.
-- `popular`: the same with a random preference for each expert of a layer, from the constant channel.
+- `popular`: the same with a random preference for each expert of a layer, from the constant channel. Its standard
+  deviation is `skew` times that of a token's own logits.
 - `stream`: the router multiplies the small family's residual stream, in which neighbours resemble each other.
 
 How much a token's code has in common with that of its predecessor cannot be set. A code is a token's own, whatever it
@@ -139,10 +140,12 @@ SHAPES = {
 class ShapeScaledConfig:
     """Schema of `configs/shape_scaled.yaml`. family: folder with `target`, `dflash`, `eagle3` and `draft`. device: auto
     is a GPU where there is one. Random weights come from `seed`. routing: how tokens choose experts, of a shape that
-    has any. max_position_embeddings: the longest context; None is the shape's own."""
+    has any. skew: of `popular`, how far preferences differ. max_position_embeddings: the longest
+    context; None is the shape's own."""
 
     shape: str = "qwen3_8b"
     routing: str = "tokens"
+    skew: float = 1.0
     out: str = "???"
     family: str = str(REPO_ROOT / "assets/tiny")
     dtype: str = "bfloat16"
@@ -154,6 +157,7 @@ class ShapeScaledConfig:
         expect_at_least("max_position_embeddings", self.max_position_embeddings, 1, nullable=True)
         expect_choice("shape", self.shape, tuple(SHAPES))
         expect_choice("routing", self.routing, ROUTINGS)
+        expect_at_least("skew", self.skew, 0.0)
         expect_choice("dtype", self.dtype, tuple(DTYPES))
         expect_choice("device", self.device, ("auto", "cpu", "cuda"))
 
@@ -313,7 +317,7 @@ class ShapeScaler:
             out[:, self.code_channels] = self.random(len(out), self.num_codes).sign() * self.code
         return out
 
-    def router(self, experts: int, routing: str) -> Tensor:
+    def router(self, experts: int, routing: str, skew: float = 1.0) -> Tensor:
         """[experts, D]: logits of a standard deviation of about one where the mean square of the stream is one."""
         d, root = self.small.hidden_size, math.sqrt(self.large.hidden_size / self.small.hidden_size)
         out = self.full(0.0, experts, self.large.hidden_size)
@@ -324,7 +328,7 @@ class ShapeScaler:
         rows = torch.nn.functional.normalize(self.random(experts, self.num_codes))
         out[:, self.code_channels] = rows / (root * self.code)
         if routing == "popular":
-            out[:, d] = self.random(experts) / (RANDOM_STD * root * self.constant)
+            out[:, d] = skew * self.random(experts) / (RANDOM_STD * root * self.constant)
         return out
 
     def lm_head(self, weight: Tensor, tokens: int) -> Tensor:
@@ -349,14 +353,14 @@ class ShapeScaler:
 
 
 def scaled_experts_decoder(
-    tensors: dict[str, Tensor], scaler: ShapeScaler, experts: ExpertShape, routing: str
+    tensors: dict[str, Tensor], scaler: ShapeScaler, experts: ExpertShape, routing: str, skew: float
 ) -> Tensors:
     """A target whose MLPs are experts, of which the first of each layer is given."""
     narrow = replace(scaler, large=replace(scaler.large, intermediate_size=experts.width))
     for name, tensor in scaled_decoder(tensors, narrow):
         yield name.replace(".mlp.", ".mlp.experts.0."), tensor
     for layer in range(scaler.large.num_hidden_layers):
-        yield f"model.layers.{layer}.mlp.gate.weight", scaler.router(experts.num_experts, routing)
+        yield f"model.layers.{layer}.mlp.gate.weight", scaler.router(experts.num_experts, routing, skew)
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -433,7 +437,7 @@ def write_family(config: ShapeScaledConfig) -> dict[str, int]:
     if family.experts is None:
         write("target", family.target, scaled_decoder)
     else:
-        with_experts = partial(scaled_experts_decoder, experts=family.experts, routing=config.routing)
+        with_experts = partial(scaled_experts_decoder, experts=family.experts, routing=config.routing, skew=config.skew)
         write("target", family.target, with_experts, **family.experts.keys())
     write("draft", family.draft, scaled_decoder)
     _, small = read_folder(Path(config.family) / "dflash")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 
+from algorithms.engine.clock import PhaseClock
 from algorithms.engine.engine import Engine
 from algorithms.engine.readback import StepResult
 from algorithms.engine.request import Request
@@ -24,6 +27,7 @@ from algorithms.step.adaptive import (
     StepCosts,
     step_sizes,
 )
+from algorithms.step.runner import StepRunner
 from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, Watched, hinted
 from tests.algorithms.test_mixed_prefill import Rides
 from tests.algorithms.toy import Scripted, Setup, answers, autoregressive, changed, engine_of, requests, run, scripts
@@ -237,6 +241,36 @@ def test_costs_are_measured_where_none_are_given(maker: str) -> None:
     costs = {(cost["batch"], cost["nodes"]): cost["step_ms"] for cost in done.adaptive["costs"]}
     assert costs.keys() == {(rows, nodes) for rows in (1, 2) for nodes in sizes_of(engine)}
     assert all(spent_ms > 0 for spent_ms in costs.values())
+
+
+@pytest.mark.parametrize("graph", ["none", "step"])
+def test_real_steps_correct_measured_costs(monkeypatch: pytest.MonkeyPatch, graph: str) -> None:
+    """By a clock that says 2 ms for each real step, where 1 ms was measured. Steps with a prefill say nothing."""
+    read: list[int] = []
+
+    def step_times(runner: StepRunner, needs: object) -> dict[tuple[int, int], float]:
+        runner._observed_ms = dict.fromkeys((1, 2), 0.0)
+        return {(slots, nodes): 1.0 for slots in (1, 2) for nodes in (1, 2, 4, 8, 16)}
+
+    monkeypatch.setattr(StepRunner, "step_times", step_times)
+    monkeypatch.setattr(PhaseClock, "between_ms", lambda *marks: read.append(1) or 2.0)
+    joined, recorded, asked = [], StepRunner._recorded, requests(8, 12)
+
+    def launched(runner: StepRunner, variant: Any, prefill: Any) -> Any:
+        joined.extend([prefill] if prefill is not None else [])
+        return recorded(runner, variant, prefill)
+
+    monkeypatch.setattr(StepRunner, "_recorded", launched)
+    setup = Setup(max_batch=2, adaptive=True, graph=graph, async_steps=int(graph == "step"))
+    done = run(ALL_MAKERS["eagle3_chain"](), asked, setup, TARGET)
+    assert [c.token_ids for c in done.completions] == answers(asked, Setup(max_batch=2), TARGET)
+    assert done.adaptive is not None
+    costs = {(cost["batch"], cost["nodes"]): cost["step_ms"] for cost in done.adaptive["costs"]}
+    assert 1.2 < max(costs.values()) <= 2.0 and costs[1, 1] <= 2.0
+    assert (len(joined) > 1) == (graph == "step")
+    assert done.num_steps - len(joined) - 1 <= len(read) <= done.num_steps - len(joined)
+    given = run(ALL_MAKERS["eagle3_chain"](), asked, replace(setup, step_costs=CHEAP), TARGET).adaptive
+    assert given is not None and max(cost["step_ms"] for cost in given["costs"]) < 1.0002
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,8 @@ def test_routers_choose_as_they_are_named() -> None:
     spread = {name: torch.bincount(ids.flatten(), minlength=count).float().std() for name, ids in chosen.items()}
     expected = 2048 * topk / count
     assert spread["tokens"] < 0.35 * expected and spread["popular"] > 2 * spread["tokens"]
+    skewed = torch.bincount((normed @ scaler.router(count, "popular", skew=3.0).T).topk(topk).indices.flatten())
+    assert skewed.float().std() > 1.5 * spread["popular"]
     near = normed.clone()
     near[:, :d] += 0.3 * torch.randn(2048, d)
     router = scaler.router(count, "stream")
