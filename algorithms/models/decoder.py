@@ -32,6 +32,7 @@ class Block(nn.Module):
     """The part of every layer after its mixing: the projection, a norm, the MLP, and two residual additions."""
 
     mixing_name = "self_attn"
+    input_layernorm: nn.Module
     self_attn: Attention  # where the layer has attention
     post_attention_layernorm: RMSNorm
     mlp: MLP
@@ -54,6 +55,14 @@ class Block(nn.Module):
             return stream + _closed(self.post_mlp_layernorm, self.mlp(norm(stream), real))
         normed, stream = norm.after(projection, mixed, stream, self.post_self_attn_layernorm)
         return stream + _closed(self.post_mlp_layernorm, self.mlp(normed, real))
+
+    def fused(self, layer: int, start: kernels.Normed, mixer: Mixer, following: RMSNorm) -> kernels.Normed:
+        """The layer between two norms: `start` is normed by its own, the result by the `following` one."""
+        mixed = self.mixing(layer, start.normed, mixer)
+        normed, residual = self.post_attention_layernorm.after(
+            self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm
+        )
+        return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, real_rows(mixer))
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:
@@ -81,14 +90,6 @@ class DecoderLayer(Block):
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         return self.after_mixing(self.mixing(layer, self.input_layernorm(x), mixer), x, real_rows(mixer))
 
-    def fused(self, layer: int, start: kernels.Normed, mixer: Mixer, following: RMSNorm) -> kernels.Normed:
-        """The layer between two norms: `start` is normed by its own, the result by the `following` one."""
-        mixed = self.mixing(layer, start.normed, mixer)
-        normed, residual = self.post_attention_layernorm.after(
-            self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm
-        )
-        return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, real_rows(mixer))
-
 
 def run_layers(
     layers: Sequence[DecoderLayer], norm: RMSNorm, x: Tensor, mixer: Mixer, target_layers: Sequence[int] = ()
@@ -105,7 +106,7 @@ def run_layers(
 
 
 def run_fused(
-    layers: Sequence[DecoderLayer], norm: RMSNorm, start: kernels.Normed, mixer: Mixer, target_layers: Sequence[int]
+    layers: Sequence[Block], norm: RMSNorm, start: kernels.Normed, mixer: Mixer, target_layers: Sequence[int]
 ) -> tuple[Tensor, list[Tensor]]:
     """`run_layers` by fused kernels: every layer ends in the norm of the next."""
     outputs: dict[int, Tensor] = {}
