@@ -47,6 +47,9 @@ class Block(nn.Module):
     def mixing(self) -> Mixing:
         return getattr(self, self.mixing_name)
 
+    def _real(self, mixer: Mixer) -> Tensor | None:
+        return real_rows(mixer) if self.mlp.skips_padding else None
+
     def after_mixing(self, mixed: Tensor, stream: Tensor, real: Tensor | None = None) -> Tensor:
         """The residual stream after the layer."""
         norm, projection = self.post_attention_layernorm, self.mixing.out
@@ -62,7 +65,7 @@ class Block(nn.Module):
         normed, residual = self.post_attention_layernorm.after(
             self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm
         )
-        return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, real_rows(mixer))
+        return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, self._real(mixer))
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:
@@ -88,7 +91,7 @@ class DecoderLayer(Block):
             self.post_self_attn_layernorm, self.post_mlp_layernorm = _norm(config), _norm(config)
 
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
-        return self.after_mixing(self.mixing(layer, self.input_layernorm(x), mixer), x, real_rows(mixer))
+        return self.after_mixing(self.mixing(layer, self.input_layernorm(x), mixer), x, self._real(mixer))
 
 
 def run_layers(

@@ -185,6 +185,7 @@ def _gates_first(x: Tensor) -> Tensor:
 class Experts(MLP):
     """The weighted sum of the chosen experts, and shared ones or sigmoid(shared_expert_gate x) shared_expert(x)."""
 
+    skips_padding = True
     imbalance: Tensor | None = None
     """How unevenly the last forward with gradients chose, see `training.imbalance`."""
     schedule: kernels.ExpertSchedule | None = None
