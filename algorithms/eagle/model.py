@@ -71,6 +71,8 @@ class EagleDrafter(FeatureHead):
 class Eagle3Layer(Block):
     """A decoder layer whose attention reads the normed token embedding and the normed stream."""
 
+    input_layernorm: RMSNorm
+
     def __init__(self, config: DecoderConfig, normed_residual: bool = False) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
