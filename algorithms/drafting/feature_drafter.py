@@ -58,11 +58,9 @@ class FeatureDrafter(LevelDrafter):
 
         def run(tokens: Tensor, parents: Tensor | None, mixer: Any) -> Tensor:
             nonlocal feature, level
-            if parents is not None:
-                feature = feature.gather(1, parents[..., None].expand(-1, -1, feature.shape[-1]))
             level += 1
-            feature = self._drafter(tokens, feature, mixer, level)
-            return self._drafter.logits(feature)
+            feature, logits = self._drafter.advance(tokens, feature, mixer, level, parents)
+            return logits
 
         logits = self._drafter.logits(before[:, 0])
         return tree.chain(batch, logits, run) if self.chain else tree.tree(batch, logits, run)

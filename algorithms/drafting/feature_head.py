@@ -18,6 +18,13 @@ from algorithms.models.fusion import FusableModel, queries_only
 from algorithms.models.layers import Mixer
 
 
+def at_sources(feature: Tensor, sources: Tensor | None) -> Tensor:
+    """`feature [B, S, hidden]` of the columns `sources [B, T]` int64; None: as it is."""
+    if sources is None:
+        return feature
+    return feature.gather(1, sources[..., None].expand(-1, -1, feature.shape[-1]))
+
+
 class FeatureHead(FusableModel):
     """Uses the target's embedding and LM head where it has none of its own. The target is no submodule."""
 
@@ -57,6 +64,13 @@ class FeatureHead(FusableModel):
         """`tokens [..., T]` int64 of positions p + 1, `feature [..., T, hidden]` of p, to the features of p + 1. At
         `level` 0 the features are the target's, at level i those of level i - 1."""
         raise NotImplementedError
+
+    def advance(
+        self, tokens: Tensor, feature: Tensor, mixer: Mixer, level: int, sources: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`forward` and its logits; `sources` as in `at_sources`."""
+        hidden = self(tokens, at_sources(feature, sources), mixer, level)
+        return hidden, self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [..., hidden]`, as `forward` returns it, to `[..., draft_vocab_size]`."""

@@ -18,17 +18,21 @@ Parameter names are as in the published checkpoints.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import specdec_kernels as kernels
 from algorithms.drafting.feature_drafter import NORMED
-from algorithms.drafting.feature_head import FeatureHead
+from algorithms.drafting.feature_head import FeatureHead, at_sources
 from algorithms.eagle.config import EACH, JOINT, Eagle3Config, EagleConfig
 from algorithms.models.config import EMBEDDING_LAYER, DecoderConfig
-from algorithms.models.decoder import Block, DecoderLayer, reset_layers
+from algorithms.models.decoder import Block, DecoderLayer, reset_layers, run_fused
 from algorithms.models.fusion import project
 from algorithms.models.layers import Attention, Mixer, RMSNorm, SwiGLU
+from specdec_kernels import Normed
 
 
 class EagleDrafter(FeatureHead):
@@ -67,6 +71,8 @@ class EagleDrafter(FeatureHead):
 class Eagle3Layer(Block):
     """A decoder layer whose attention reads the normed token embedding and the normed stream."""
 
+    input_layernorm: RMSNorm
+
     def __init__(self, config: DecoderConfig, normed_residual: bool = False) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -77,10 +83,22 @@ class Eagle3Layer(Block):
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, embedding: Tensor, feature: Tensor, mixer: Mixer) -> Tensor:
-        normed = self.hidden_norm(feature)
-        both = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
-        return self.after_mixing(self.self_attn(0, both, mixer), normed if self._normed_residual else feature)
+    def start(self, tokens: Tensor, table: Tensor, feature: Tensor, sources: Tensor | None) -> Normed:
+        """What attention reads, and the start of the residual stream; by kernels where the norms run as such."""
+        if self.hidden_norm.impl is None:
+            feature = at_sources(feature, sources)
+            embedded = F.embedding(tokens, table).to(feature.dtype)
+            normed = torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], dim=-1)
+        else:
+            weights = self.input_layernorm.weight, self.hidden_norm.weight
+            normed, feature = kernels.embed_join_rms_norm(
+                tokens.contiguous(), table, weights[0], feature.contiguous(), weights[1], self.hidden_norm.eps, sources,
+                impl=self.hidden_norm.impl,
+            )  # fmt: skip
+        return Normed(normed, normed[..., feature.shape[-1] :].contiguous() if self._normed_residual else feature)
+
+    def forward(self, start: Normed, mixer: Mixer) -> Tensor:
+        return self.after_mixing(self.self_attn(0, start.normed, mixer), start.residual)
 
 
 class Eagle3Drafter(FeatureHead):
@@ -155,16 +173,38 @@ class Eagle3Drafter(FeatureHead):
         features = list(values[None].chunk(self.config.num_features, dim=-1))
         return self.fuse(features, features[0])[0]
 
+    def _run(self, tokens: Tensor, feature: Tensor, mixer: Mixer, sources: Tensor | None = None) -> Normed:
+        """The residual stream after the layers, and its norm."""
+        table = (self.embed_tokens or self.target.model.embed_tokens).weight
+        start, others = self.midlayer.start(tokens, table, feature, sources), list(self.layers.values())
+        if self.impl is not None:
+            layers = cast(Sequence[Block], [self.midlayer, *others])
+            normed, (stream,) = run_fused(layers, self.norm, start, mixer, [len(others)])
+            return Normed(normed, stream)
+        stream = self.midlayer(start, mixer)
+        for index, layer in enumerate(others, 1):
+            stream = layer(index, stream, mixer)
+        return Normed(self.norm(stream), stream)
+
     def forward(self, tokens: Tensor, feature: Tensor, mixer: Mixer, level: int = 0) -> Tensor:
-        stream = self.midlayer(self.embed(tokens).to(feature.dtype), feature, mixer)
-        for index, layer in self.layers.items():
-            stream = layer(int(index), stream, mixer)
-        return self.norm(stream) if self.config.feedback == NORMED else stream
+        return self._fed_back(self._run(tokens, feature, mixer))
+
+    def advance(
+        self, tokens: Tensor, feature: Tensor, mixer: Mixer, level: int, sources: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ended = self._run(tokens, feature, mixer, sources)
+        is_normed = NORMED in (self.config.logits, self.config.feedback)
+        return self._fed_back(ended), self._head(ended.normed if is_normed else ended.residual)
+
+    def _fed_back(self, ended: Normed) -> Tensor:
+        return ended.normed if self.config.feedback == NORMED else ended.residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         is_raw = self.config.logits == NORMED and self.config.feedback != NORMED
-        normed = self.norm(hidden) if is_raw else hidden
-        return self.target.logits(normed) if self.lm_head is None else project(self.lm_head, normed, self.impl)
+        return self._head(self.norm(hidden) if is_raw else hidden)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(hidden) if self.lm_head is None else project(self.lm_head, hidden, self.impl)
 
     @property
     def draft_vocab_size(self) -> int:

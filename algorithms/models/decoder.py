@@ -32,6 +32,7 @@ class Block(nn.Module):
     """The part of every layer after its mixing: the projection, a norm, the MLP, and two residual additions."""
 
     mixing_name = "self_attn"
+    input_layernorm: nn.Module
     self_attn: Attention  # where the layer has attention
     post_attention_layernorm: RMSNorm
     mlp: MLP
@@ -46,6 +47,9 @@ class Block(nn.Module):
     def mixing(self) -> Mixing:
         return getattr(self, self.mixing_name)
 
+    def _real(self, mixer: Mixer) -> Tensor | None:
+        return real_rows(mixer) if self.mlp.skips_padding else None
+
     def after_mixing(self, mixed: Tensor, stream: Tensor, real: Tensor | None = None) -> Tensor:
         """The residual stream after the layer."""
         norm, projection = self.post_attention_layernorm, self.mixing.out
@@ -54,6 +58,14 @@ class Block(nn.Module):
             return stream + _closed(self.post_mlp_layernorm, self.mlp(norm(stream), real))
         normed, stream = norm.after(projection, mixed, stream, self.post_self_attn_layernorm)
         return stream + _closed(self.post_mlp_layernorm, self.mlp(normed, real))
+
+    def fused(self, layer: int, start: kernels.Normed, mixer: Mixer, following: RMSNorm) -> kernels.Normed:
+        """The layer between two norms: `start` is normed by its own, the result by the `following` one."""
+        mixed = self.mixing(layer, start.normed, mixer)
+        normed, residual = self.post_attention_layernorm.after(
+            self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm
+        )
+        return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, self._real(mixer))
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:
@@ -79,15 +91,7 @@ class DecoderLayer(Block):
             self.post_self_attn_layernorm, self.post_mlp_layernorm = _norm(config), _norm(config)
 
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
-        return self.after_mixing(self.mixing(layer, self.input_layernorm(x), mixer), x, real_rows(mixer))
-
-    def fused(self, layer: int, start: kernels.Normed, mixer: Mixer, following: RMSNorm) -> kernels.Normed:
-        """The layer between two norms: `start` is normed by its own, the result by the `following` one."""
-        mixed = self.mixing(layer, start.normed, mixer)
-        normed, residual = self.post_attention_layernorm.after(
-            self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm
-        )
-        return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, real_rows(mixer))
+        return self.after_mixing(self.mixing(layer, self.input_layernorm(x), mixer), x, self._real(mixer))
 
 
 def run_layers(
@@ -105,7 +109,7 @@ def run_layers(
 
 
 def run_fused(
-    layers: Sequence[DecoderLayer], norm: RMSNorm, start: kernels.Normed, mixer: Mixer, target_layers: Sequence[int]
+    layers: Sequence[Block], norm: RMSNorm, start: kernels.Normed, mixer: Mixer, target_layers: Sequence[int]
 ) -> tuple[Tensor, list[Tensor]]:
     """`run_layers` by fused kernels: every layer ends in the norm of the next."""
     outputs: dict[int, Tensor] = {}

@@ -58,6 +58,8 @@ class Mixing(Fusable):
 class MLP(Fusable):
     """The part of a layer that sees one token at a time."""
 
+    skips_padding = False  # whether it reads `real`, which takes a kernel
+
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """`x [..., T, hidden]` to the same shape. `real` as in `real_rows`: other rows come out as anything finite."""
         raise NotImplementedError

@@ -55,6 +55,8 @@ class RowParallelLinear(NormedProjection):
 class SummedExperts(MLP):
     """The sum over ranks of what their columns of all experts give: this rank's are `part`."""
 
+    skips_padding = True
+
     def __init__(self, part: Experts) -> None:
         super().__init__()
         self.part = part

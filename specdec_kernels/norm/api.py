@@ -1,4 +1,4 @@
-"""RMS norm of the residual stream, fused with the addition or the embedding before it.
+"""RMS norm of the residual stream, fused with the addition or the embedding before it, alone or beside a feature's.
 
 Each row [D] is computed on its own and has the same bits for any number of rows. Tensors are contiguous, weights [D] of
 the dtype of the rows, or float32; eps is added to the mean square. ValueError where a shape, dtype, device or layout
@@ -42,6 +42,49 @@ def embed_rms_norm(tokens: Tensor, table: Tensor, weight: Tensor, eps: float, *,
 
     A token outside the table has an embedding of zeros.
     """
+    _check_lookup(tokens, table, weight)
+    return dispatch("embed_rms_norm", __package__, impl, table)(tokens, table, weight, eps)
+
+
+def embed_join_rms_norm(
+    tokens: Tensor,
+    table: Tensor,
+    weight: Tensor,
+    feature: Tensor,
+    feature_weight: Tensor,
+    eps: float,
+    sources: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Normed:
+    """The norms of each token's embedding and of its feature side by side, which the first layer of EAGLE-3 reads.
+
+    Args:
+        tokens: [..., T] int64; they are looked up in `table` [V, D] as by `embed_rms_norm`.
+        feature: [..., S, D].
+        sources: [..., T] int64: the column of `feature` that belongs to each token, outside 0 to S - 1 for a feature of
+            zeros. Without it column t belongs to token t, and S = T.
+
+    Returns:
+        `normed` [..., T, 2 D], and the features as the residual stream [..., T, D]: without `sources` `feature` itself.
+    """
+    _check_lookup(tokens, table, weight)
+    if tokens.ndim == 0:
+        raise ValueError("tokens: expected at least one dimension, got none")
+    columns, width = tokens.shape[-1] if sources is None else None, table.shape[1]
+    expect_tensors(
+        {"table": table},
+        feature=(feature, (*tokens.shape[:-1], columns, width), table.dtype),
+        feature_weight=(feature_weight, (width,), weight.dtype),
+        sources=(sources, tokens.shape, torch.int64),
+    )
+    if feature.shape[-2] == 0 and tokens.numel():
+        raise ValueError("feature: expected at least one column, got none")
+    join = dispatch("embed_join_rms_norm", __package__, impl, table)
+    return join(tokens, table, weight, feature, feature_weight, eps, sources)
+
+
+def _check_lookup(tokens: Tensor, table: Tensor, weight: Tensor) -> None:
     expect_shape("table", table, (None, None))
     _check(table, weight, "table")
     expect_dtype("tokens", tokens, torch.int64)
@@ -49,7 +92,6 @@ def embed_rms_norm(tokens: Tensor, table: Tensor, weight: Tensor, eps: float, *,
     expect_same_device(table=table, tokens=tokens)
     if table.shape[0] == 0:
         raise ValueError("table: expected at least one row, got none")
-    return dispatch("embed_rms_norm", __package__, impl, table)(tokens, table, weight, eps)
 
 
 def _check(rows: Tensor, weight: Tensor, name: str) -> None:

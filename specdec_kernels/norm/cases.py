@@ -34,6 +34,19 @@ def embed_inputs(make: Maker, *shape: int, vocab: int = 50, width: int = 64, out
     return dict(tokens=tokens, table=make.normal(vocab, width), weight=make.normal(width), eps=_EPS)
 
 
+def join_inputs(
+    make: Maker, *shape: int, columns: int | None = None, outside: bool = False, **sizes: int
+) -> dict[str, Any]:
+    """`columns` features for each row of tokens, each in any order; None: one for each token."""
+    inputs = embed_inputs(make, *shape, outside=outside, **sizes)
+    width = inputs["table"].shape[1]
+    feature = make.normal(*shape[:-1], columns or shape[-1], width, scale=3.0)
+    sources = None
+    if columns is not None:
+        sources = make.integers(-1, columns + 1, *shape) if outside else make.integers(0, columns, *shape)
+    return inputs | dict(feature=feature, feature_weight=make.normal(width), sources=sources)
+
+
 def _row_work(arrays: int) -> Callable[[dict[str, Any]], tuple[int, int]]:
     """(bytes moved, floating-point operations) where `arrays` [rows, D] arrays are read or written."""
     return lambda inputs: (arrays * inputs["x"].numel() * inputs["x"].element_size(), 4 * inputs["x"].numel())
@@ -44,18 +57,25 @@ def _embed_work(inputs: dict[str, Any]) -> tuple[int, int]:
     return 3 * elements * inputs["table"].element_size(), 4 * elements
 
 
+def _join_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    elements = inputs["tokens"].numel() * inputs["table"].shape[1]
+    return (4 + (inputs["sources"] is not None)) * elements * inputs["table"].element_size(), 8 * elements
+
+
 COMPARISON = Comparison(float64=True)
 
 WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
     "rms_norm": _row_work(2),
     "add_rms_norm": _row_work(4),
     "embed_rms_norm": _embed_work,
+    "embed_join_rms_norm": _join_work,
 }
 
 
 _norm = partial(case_of, "rms_norm", norm_inputs)
 _add = partial(case_of, "add_rms_norm", add_inputs)
 _embed = partial(case_of, "embed_rms_norm", embed_inputs)
+_join = partial(case_of, "embed_join_rms_norm", join_inputs)
 _BENCH: dict[str, Any] = dict(bench=True, tags=("large",))
 
 
@@ -87,4 +107,12 @@ CASES = (
     _embed("embed_outside", "a token outside the table read out of bounds", 2, 9, outside=True),
     _embed("embed_shipped", "registers", 2, vocab=32, width=_8B, gate=True),
     _embed("embed_16x4096", "verify of one request", 16, vocab=151936, width=_8B, **_BENCH),
+    _join("join_empty", "launch on an empty grid", 0, 3, columns=2),
+    _join("join_chain", "halves in the wrong order", 3, 1, width=63),
+    _join("join_sources", "a feature of another request", 3, 5, columns=4),
+    _join("join_outside", "a source outside read out of bounds", 4, 9, columns=3, outside=True),
+    _join("join_more_columns", "rows of one side taken for the other's", 2, 3, columns=7),
+    _join("join_shipped", "registers", 1, 10, columns=10, vocab=32, width=_8B, gate=True),
+    _join("join_chain_shipped", "registers without sources", 1, 1, vocab=32, width=_8B, gate=True),
+    _join("join_10x4096", "a level of a tree", 1, 10, columns=10, vocab=151936, width=_8B, **_BENCH),
 )

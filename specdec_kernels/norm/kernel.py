@@ -1,4 +1,4 @@
-"""The three norms as one Triton kernel: a program a row, which is read and written once.
+"""The norms in Triton: a program a row, which is read and written once.
 
 row = x | x + residual | table[token];   out = weight * round(row / sqrt(mean(row^2) + eps))
 
@@ -27,6 +27,14 @@ def normed_row(x, weight, eps, D: tl.constexpr):
     if weight.dtype == x.dtype:
         scaled = scaled.to(x.dtype).to(tl.float32)
     return (weight.to(tl.float32) * scaled).to(x.dtype)
+
+
+@triton.jit
+def _looked_up(table_ptr, ids_ptr, row, first, size, dims, D: tl.constexpr):
+    """The row of a table [size, D] from `first` on that the id of a row names, zeros for an id outside."""
+    index = tl.load(ids_ptr + row)
+    known = (index >= 0) & (index < size)
+    return tl.load(table_ptr + (first + tl.where(known, index, 0)) * D + dims, mask=(dims < D) & known, other=0.0)
 
 
 @triton.jit(do_not_specialize=["vocab", "num_parts", "rows"])
@@ -61,15 +69,51 @@ def _norm_kernel(
     elif tokens_ptr is None:
         x = tl.load(x_ptr + row * D + dims, mask=inside, other=0.0)
     else:
-        token = tl.load(tokens_ptr + row)
-        known = (token >= 0) & (token < vocab)
-        x = tl.load(x_ptr + tl.where(known, token, 0) * D + dims, mask=inside & known, other=0.0)
+        x = _looked_up(x_ptr, tokens_ptr, row, 0, vocab, dims, D)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * D + dims, mask=inside, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     if sum_ptr is not None:
         tl.store(sum_ptr + row * D + dims, x, mask=inside)
     tl.store(out_ptr + row * D + dims, normed_row(x, weight, eps, D), mask=inside)
+
+
+@triton.jit(do_not_specialize=["vocab", "columns", "num_sources"])
+def _join_kernel(
+    tokens_ptr,  # [B, columns] int64
+    table_ptr,  # [vocab, D]
+    weight_ptr,  # [D]
+    feature_ptr,  # [B, num_sources, D]
+    feature_weight_ptr,  # [D]
+    sources_ptr,  # [B, columns] int64, or None: column t of token t
+    out_ptr,  # [B, columns, 2, D]: of the embedding, of the feature
+    residual_ptr,  # [B, columns, D], or None without sources
+    eps,
+    vocab,
+    columns,
+    num_sources,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < D
+    row = tl.program_id(0).to(tl.int64)
+    of_feature = tl.program_id(1) == 1
+    # Loaded before the wait: weights are constants, which no kernel writes.
+    weight = tl.load(tl.where(of_feature, feature_weight_ptr, weight_ptr) + dims, mask=inside, other=0.0)
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
+    if of_feature:
+        if sources_ptr is None:
+            x = tl.load(feature_ptr + row * D + dims, mask=inside, other=0.0)
+        else:
+            x = _looked_up(feature_ptr, sources_ptr, row, row // columns * num_sources, num_sources, dims, D)
+            tl.store(residual_ptr + row * D + dims, x, mask=inside)
+    else:
+        x = _looked_up(table_ptr, tokens_ptr, row, 0, vocab, dims, D)
+    out = out_ptr + (row * 2 + tl.program_id(1)) * D
+    tl.store(out + dims, normed_row(x, weight, eps, D), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -96,6 +140,31 @@ def embed_rms_norm(tokens: Tensor, table: Tensor, weight: Tensor, eps: float) ->
     result = Normed(table.new_empty(shape), table.new_empty(shape))
     _launch(table, None, weight, eps, *result, tokens)
     return result
+
+
+def embed_join_rms_norm(
+    tokens: Tensor,
+    table: Tensor,
+    weight: Tensor,
+    feature: Tensor,
+    feature_weight: Tensor,
+    eps: float,
+    sources: Tensor | None = None,
+) -> Normed:
+    chip, width, block = current_chip(table), table.shape[1], triton.next_power_of_2(table.shape[1])
+    out = table.new_empty(*tokens.shape, 2 * width)
+    residual = None if sources is None else table.new_empty(*tokens.shape, width)
+    launch(
+        _join_kernel,
+        (tokens.numel(), 2),
+        *(tokens, table, weight, feature, feature_weight, sources, out, residual, float(eps)),
+        *(table.shape[0], tokens.shape[-1], feature.shape[-2]),
+        num_warps=num_warps(chip, block),
+        D=width,
+        BLOCK_D=block,
+        **pdl_options(chip),
+    )
+    return Normed(out, feature if residual is None else residual)
 
 
 def _launch(

@@ -29,3 +29,21 @@ def embed_rms_norm(tokens: Tensor, table: Tensor, weight: Tensor, eps: float) ->
     known = (tokens >= 0) & (tokens < table.shape[0])
     rows = torch.where(known[..., None], table[torch.where(known, tokens, 0)], 0)
     return Normed(rms_norm(rows, weight, eps), rows)
+
+
+def embed_join_rms_norm(
+    tokens: Tensor,
+    table: Tensor,
+    weight: Tensor,
+    feature: Tensor,
+    feature_weight: Tensor,
+    eps: float,
+    sources: Tensor | None = None,
+) -> Normed:
+    """The norms of the tokens' embeddings and of their features side by side, and those features."""
+    if sources is not None:
+        known = (sources >= 0) & (sources < feature.shape[-2])
+        index = torch.where(known, sources, 0)[..., None].expand(*sources.shape, feature.shape[-1])
+        feature = torch.where(known[..., None], feature.gather(-2, index), 0)
+    normed = embed_rms_norm(tokens, table, weight, eps).normed
+    return Normed(torch.cat([normed, rms_norm(feature, feature_weight, eps)], -1), feature)

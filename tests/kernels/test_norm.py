@@ -11,8 +11,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from specdec_kernels.activation import silu_mul
 from specdec_kernels.cases import Maker
-from specdec_kernels.norm import add_rms_norm, embed_rms_norm, rms_norm
-from specdec_kernels.norm.cases import add_inputs, embed_inputs, norm_inputs
+from specdec_kernels.norm import add_rms_norm, embed_join_rms_norm, embed_rms_norm, rms_norm
+from specdec_kernels.norm.cases import add_inputs, embed_inputs, join_inputs, norm_inputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -53,6 +53,36 @@ def test_the_sum_is_rounded_before_the_norm(impl: str) -> None:
     normed, total = add_rms_norm(**inputs, impl=impl)
     assert torch.equal(total, inputs["x"] + before) and torch.equal(inputs["residual"], before)
     assert torch.equal(normed, rms_norm(total, inputs["weight"], inputs["eps"], impl=impl))
+
+
+@pytest.mark.parametrize("columns", [None, 4])
+def test_joined_norms_have_the_bits_of_the_single_ones(columns: int | None, impl: str) -> None:
+    inputs = join_inputs(Maker.seeded(DEVICE, torch.float16), 3, 7, columns=columns, width=96)
+    feature, sources, eps = inputs["feature"], inputs["sources"], inputs["eps"]
+    if sources is not None:
+        feature = torch.stack([feature[row, sources[row]] for row in range(3)])
+    embedded = embed_rms_norm(inputs["tokens"], inputs["table"], inputs["weight"], eps, impl=impl).normed
+    normed = rms_norm(feature, inputs["feature_weight"], eps, impl=impl)
+    both, residual = embed_join_rms_norm(**inputs, impl=impl)
+    assert torch.equal(residual, feature) and torch.equal(both, torch.cat([embedded, normed], -1))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(feature=torch.zeros(2, 3, 64)), r"feature: expected shape \[2, 5, 64\], got \[2, 3, 64\]"),
+        (dict(feature=torch.zeros(2, 5, 32)), r"feature: expected shape \[2, 5, 64\], got \[2, 5, 32\]"),
+        (dict(feature_weight=torch.ones(64).half()), "feature_weight: expected dtype torch.float32"),
+        (dict(sources=torch.zeros(2, 4, dtype=torch.int64)), r"sources: expected shape \[2, 5\], got \[2, 4\]"),
+        (
+            dict(sources=torch.zeros(2, 5, dtype=torch.int64), feature=torch.zeros(2, 0, 64)),
+            "feature: expected at least one column",
+        ),
+    ],
+)
+def test_bad_features_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        embed_join_rms_norm(**(join_inputs(Maker.seeded("cpu"), 2, 5) | change))
 
 
 @pytest.mark.parametrize(

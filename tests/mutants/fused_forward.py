@@ -33,16 +33,21 @@ MUTANTS = (
     ),
     _norm(
         "norm_weight_before_the_rounding",
-        "scaled = {{( -> }}wide * (1.0 / tl.sqrt_rn(mean + eps)){{).to(x.dtype) -> }}",
+        "    if {{weight.dtype == x.dtype -> False}}:\n",
         ("tests/kernels/test_norm.py::test_same_roundings_as_transformers",),
         "one rounding less than the checkpoints were trained and are compared with",
     ),
     _norm(
         "embedding_of_any_token",
-        "x = tl.load(x_ptr + {{tl.where(known, token, 0) -> "
-        "token}} * D + dims, mask=inside{{ & known -> }}, other=0.0)",
-        parity("norm", "embed_outside"),
+        "(first + {{tl.where(known, index, 0) -> index}}) * D + dims, mask=(dims < D){{ & known -> }}, other=0.0)",
+        parity("norm", "embed_outside", "join_outside"),
         "a token outside the table reads whatever lies there",
+    ),
+    _norm(
+        "features_of_the_first_request",
+        "sources_ptr, row, {{row // columns * num_sources -> 0}}, num_sources",
+        parity("norm", "join_sources"),
+        "the tokens of every request continue the features of the first one",
     ),
     _activation(
         "gate_and_up_swapped",

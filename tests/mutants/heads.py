@@ -26,7 +26,7 @@ MUTANTS = (
     ),
     _model(
         "residual_is_always_raw",
-        "{{normed if self._normed_residual else feature -> feature}})",
+        "{{normed[..., feature.shape[-1] :].contiguous() if self._normed_residual else feature -> feature}})",
         (_PUBLISHED + "[speculators default-setup0]",),
         "the residual stream starts from the feature, where the head was trained with its norm",
     ),

@@ -33,7 +33,7 @@ MUTANTS = (
         ("tests/algorithms/test_constraints.py::test_an_aborted_request_leaves_no_matcher",),
         "a server runs out of memory by aborts",
     ),
-    bugs_in("algorithms/parallel/sharding.py")(
+    bugs_in("algorithms/parallel/layers.py")(
         "every_rank_adds_the_bias_to_its_part",
         "            y = F.linear(x, self.weight{{ -> , self.bias}})\n",
         ("tests/algorithms/parallel/test_tensor_parallel.py::test_ranks_exchange_sums_columns_and_decisions",),

@@ -194,6 +194,7 @@ class Experts(MLP):
     """The weighted sum of the chosen experts, and shared ones or sigmoid(shared_expert_gate x) shared_expert(x)."""
 
     unscaled = ("shared_expert_gate",)
+    skips_padding = True
     imbalance: Tensor | None = None
     """How unevenly the last forward with gradients chose, see `training.imbalance`."""
     schedule: kernels.ExpertSchedule | None = None

@@ -21,6 +21,7 @@ from algorithms.eagle import loading
 from algorithms.eagle.config import EACH, Eagle3Config, EagleConfig, default_aux_layer_ids
 from algorithms.eagle.model import Eagle3Drafter, EagleDrafter
 from algorithms.models.config import DecoderConfig
+from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import Target, load_draft, load_target
 from tests.algorithms.models.test_models_parity import Cache, rms_norm, rotate
 from tests.algorithms.tiny_folders import (
@@ -226,6 +227,33 @@ def test_eagle3_agrees_with_its_definition(
     torch.testing.assert_close(drafter.logits(states.float()).double(), wanted, atol=1e-3, rtol=1e-4)
     assert wanted.shape[-1] == DRAFT_VOCAB
     assert torch.equal(drafter.to_target(torch.arange(DRAFT_VOCAB)), vocabulary(272))
+
+
+@pytest.mark.parametrize("impl", [None, "reference", "triton"])
+@pytest.mark.parametrize(
+    ("residual", "feedback", "logits"),
+    [(RAW, RAW, NORMED), (NORMED, RAW, RAW), (RAW, NORMED, NORMED)],
+)
+@torch.no_grad()
+def test_a_level_is_the_head_over_the_features_of_its_parents(
+    tmp_path: Path, target: Target, residual: str, feedback: str, logits: str, impl: str | None
+) -> None:
+    write_eagle3(tmp_path / "head", eagle3_config(residual=residual, feedback=feedback, logits=logits))
+    drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    feature = torch.randn(2, 4, 32, generator=generator)
+    tokens = torch.randint(0, 272, (2, 5), generator=generator)
+    sources = torch.tensor([[3, 0, 0, 2, 1], [1, 1, 3, 0, 2]])
+    of_parents = torch.stack([feature[row, sources[row]] for row in range(2)])
+    mixer = DenseMixer(drafter.decoder, 5, "cpu")
+    hidden = drafter(tokens, of_parents, mixer)
+    wanted = drafter.logits(hidden)
+    drafter.set_forward(impl)
+    for got in (
+        drafter.advance(tokens, feature, mixer, 1, sources),
+        drafter.advance(tokens, of_parents, mixer, 1, None),
+    ):
+        torch.testing.assert_close(got, (hidden, wanted), atol=1e-5, rtol=1e-4)
 
 
 def test_what_is_written_reads_back() -> None:
