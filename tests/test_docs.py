@@ -95,8 +95,12 @@ def documented_commands() -> list[tuple[str, list[str]]]:
 def test_commands_in_docs_compose(name: str, words: list[str]) -> None:
     import experiments.train  # noqa: F401  (its schemas)
     from experiments.app.compose import register
+    from experiments.training import comparison
 
     register()
+    if comparison.is_asked(words):
+        assert comparison.settings_of(words)
+        return
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         assert compose(name, overrides=words)
 

@@ -357,6 +357,7 @@ def _allocate(dtype: gl.constexpr):
 RUN_TIME_SIZES = [*Splits._fields, "num_splits", "table_stride"]
 
 
+# Many arguments: those of the portable kernel, so that one call describes the work to both.
 @gluon.jit(do_not_specialize=RUN_TIME_SIZES)
 def _mla_hopper_kernel(
     q_latent_ptr,  # [B, N, H, 512]
