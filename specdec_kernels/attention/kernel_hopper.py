@@ -48,10 +48,9 @@ from specdec_kernels.attention.device_hopper import (
 from specdec_kernels.attention.device_hopper_fp8 import attend_fp8, convert_tiles
 from specdec_kernels.attention.launch_arguments import schedule_tensors, score_factors, static_of
 from specdec_kernels.attention.types import AttentionCall
+from specdec_kernels.gluon_copies import request_copy
 from specdec_kernels.launch import launch
 
-# Triton 3.9 renamed it.
-_ask = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _KEYS = 64  # of a tile
 _LAG = gl.constexpr(1)  # tiles that the producer has requested beyond the one that it announces
 # (bytes of a stored number, rows of a program): buffers, and registers of a thread: before they are shared out, in a
@@ -93,8 +92,8 @@ def _copy_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
             offsets = places[:, None] * (H_KV * D) + dims[None, :]
             stored = (positions < item.stop)[:, None]
             mbarrier.wait(ring.empty.index(buffer), 1 - phase)
-            _ask(ring.k_tiles.index(buffer), key_ptr + offsets, mask=stored)
-            _ask(ring.v_tiles.index(buffer), value_ptr + offsets, mask=stored)
+            request_copy(ring.k_tiles.index(buffer), key_ptr + offsets, mask=stored)
+            request_copy(ring.v_tiles.index(buffer), value_ptr + offsets, mask=stored)
             async_copy.commit_group()
             buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
             asked += 1

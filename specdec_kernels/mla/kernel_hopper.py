@@ -50,11 +50,10 @@ from specdec_kernels.attention.device import (
 from specdec_kernels.attention.device_hopper import WARPS, arrive, arrive_written
 from specdec_kernels.attention.launch_arguments import pdl_options
 from specdec_kernels.attention.types import WorkShape
+from specdec_kernels.gluon_copies import request_copy
 from specdec_kernels.launch import launch
 from specdec_kernels.mla.types import MlaCall
 
-# Triton 3.9 renamed it.
-_ask = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 _KEYS = gl.constexpr(64)  # of a tile
@@ -107,11 +106,11 @@ class Shared(NamedTuple):
 def _copy_piece(call, shared, places, stored, dims, phase, PIECE: gl.constexpr):
     mbarrier.wait(shared.empty.index(PIECE), phase)
     pointers = call.cache + PIECE % 4 * _PIECE + places[:, None] + dims[None, :]
-    _ask(shared.pieces.index(PIECE), pointers, mask=stored[:, None])
+    request_copy(shared.pieces.index(PIECE), pointers, mask=stored[:, None])
     if PIECE % 4 == 3:  # the last that is copied of this tile
         columns = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, pointers.type.layout))
         pointers = call.cache + places[:, None] + columns[None, :]
-        _ask(shared.ropes.index(PIECE // 4), pointers, mask=stored[:, None])
+        request_copy(shared.ropes.index(PIECE // 4), pointers, mask=stored[:, None])
     async_copy.mbarrier_arrive(shared.full.index(PIECE), increment_count=False)  # once the piece is there
 
 

@@ -21,14 +21,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from specdec_kernels.activation.kernel import gated
+from specdec_kernels.gluon_copies import request_copy
 from specdec_kernels.launch import launch
 from specdec_kernels.projection.configs import LinearConfig
 from specdec_kernels.projection.device import arrived, sum_of_splits, work_of
 from specdec_kernels.projection.rounding import rounded_rows
 from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
-# Triton 3.9 renamed it.
-_ask = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _GROUP = gl.constexpr(GROUP)
 _TILE = gl.constexpr(64)  # the M side of a product
 _WARPS = gl.constexpr(4)
@@ -81,11 +80,11 @@ def _ask_weights(of, ring, step, slot):
         row = gl.arange(0, _TILE, gl.SliceLayout(1, LOAD))
         lane = gl.arange(0, _GROUP, gl.SliceLayout(0, LOAD))
         offsets = row.to(gl.int64)[:, None] * of.K + (k + lane)[None, :]
-        _ask(ring.weights.index(2 * slot), of.first + offsets, eviction_policy="evict_first")
-        _ask(ring.weights.index(2 * slot + 1), of.second + offsets, eviction_policy="evict_first")
+        request_copy(ring.weights.index(2 * slot), of.first + offsets, eviction_policy="evict_first")
+        request_copy(ring.weights.index(2 * slot + 1), of.second + offsets, eviction_policy="evict_first")
         group = k // _GROUP + gl.arange(0, 1, ONE)
-        _ask(ring.scales.index(2 * slot), of.first_scale + group)
-        _ask(ring.scales.index(2 * slot + 1), of.second_scale + group)
+        request_copy(ring.scales.index(2 * slot), of.first_scale + group)
+        request_copy(ring.scales.index(2 * slot + 1), of.second_scale + group)
 
 
 @gluon.jit
@@ -103,8 +102,8 @@ def _x_of(of, step, ROWS: gl.constexpr):
 def _ask_x(of, ring, step, slot, ROWS: gl.constexpr):
     """Request a group of x, and its scales."""
     x, scales, here = _x_of(of, step, ROWS)
-    _ask(ring.x.index(slot), x, mask=here[:, None])
-    _ask(ring.x_scales.index(slot), scales, mask=here)
+    request_copy(ring.x.index(slot), x, mask=here[:, None])
+    request_copy(ring.x_scales.index(slot), scales, mask=here)
 
 
 @gluon.jit
