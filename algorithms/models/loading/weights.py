@@ -144,8 +144,10 @@ def _read(stored: Stored, device: torch.device | str, dtype: torch.dtype) -> Ten
         value = stored.read()
     except (SafetensorError, OSError) as error:
         raise unreadable(stored.file, error) from error
-    # A copy even where nothing changes: the value may be a view of the file, which others may overwrite.
-    result = value.to(device=device, dtype=dtype, copy=True)
+    # A copy even where nothing changes: the value may be a view of the file, which others may overwrite. Repeated
+    # values are moved once and repeated on the device.
+    once = value[:1] if value.ndim and value.stride(0) == 0 else value
+    result = once.to(device=device, dtype=dtype, copy=True).expand(value.shape).contiguous()
     if not dtype.is_floating_point or _all_finite(result):
         return result
     overflow = _all_finite(value)
