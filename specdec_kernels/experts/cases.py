@@ -243,6 +243,8 @@ CASES = (
     _mlp("mlp_odd", "lanes past the rows, the columns and the inner dimension", 7, 5, 3, 45, 33),
     _mlp("mlp_several_tiles", "a column tile of another expert", 5, 6, 2, 150, 70),
     _mlp("mlp_one_expert", "rows past those of one item", 37, 4, 1, 32, 24, "one"),
+    _mlp("mlp_ring", "a step of another tile in the ring", 5, 6, 3, 512, 448, "some", shared=True),
+    _mlp("mlp_ring_items", "rows past those of one item in the ring", 40, 5, 1, 448, 512, "one", row_tile=16),
     _mlp("mlp_none", "a sum of parts that nobody wrote", 5, 4, 2, 32, 16, "none"),
     _mlp("mlp_some", "a slot without expert", 20, 8, 3, 32, 16, "some", shared=True),
     _mlp("mlp_shared", "the shared output left out, or weighed", 6, 8, 2, 48, 16, shared=True),

@@ -254,7 +254,7 @@ def _ring_takes(
         return False
     is_plain = activation is None or activation.limit is None
     return (
-        is_plain and schedule.row_tile <= configs.RING.rows and takes(x, weight, configs.RING, activation is not None)
+        is_plain and schedule.row_tile <= configs.RING.rows and takes(x, weight, configs.RING)
     )
 
 

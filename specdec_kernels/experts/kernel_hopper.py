@@ -178,10 +178,10 @@ def _ring_kernel(
         first, row = next_first, next_row
 
 
-def takes(x: Tensor, weight: Tensor, config: RingConfig, is_gated: bool) -> bool:
+def takes(x: Tensor, weight: Tensor, config: RingConfig) -> bool:
     """Whether the product has whole tiles and steps of the kernel, and as many steps as it has buffers."""
     outer, inner = weight.shape[1:]
-    whole = outer % (2 * _TILE.value if is_gated else _TILE.value) == 0 and inner % config.step == 0
+    whole = outer % _TILE.value == 0 and inner % config.step == 0
     return x.element_size() == 2 and whole and inner // config.step >= config.buffers
 
 
