@@ -6,7 +6,8 @@
 A step of each size is a CUDA graph of its own. The host reads the accepted drafts of every step, with which
 `DraftLengthPolicy` estimates the tokens per time of each size; its choice is taken over every fourth step. `Pacing`
 adds exploration: a step without a draft says nothing about drafts, and a small one little about larger ones, so now and
-then a step has another size.
+then a step has the next larger size. The next smaller size runs a few times soon, and rarely from then on, because what
+it costs is known by real steps alone.
 
 Costs are timed on random tokens before the first request. What a step of a mixture of experts costs depends on the
 experts that its tokens touch, so the times of real steps correct them: r_s, the fading mean of real over timed
@@ -38,6 +39,7 @@ EXPLORATION_SHARE = 0.0075  # bound on the time of exploration steps, as a share
 LEAST_PAUSE, LEAST_STEPS = 16, 2
 """Least number of steps without a draft, and of steps of one size, between two explorations."""
 DECIDE_EVERY = 4  # steps between two choices
+KNOWN_STEPS = 4  # real steps after which the cost of a smaller size is known
 FIRST_WEIGHT, LARGEST_WEIGHT = 2, 64
 """Steps of a size that its cost counts for before its first real step, and that its mean remembers."""
 LARGEST_RATIO = 1.5  # of a step's time over its expected cost; more is the host's delay
@@ -92,7 +94,7 @@ class Pacing:
         """Start as with the first step."""
         self._choice: int | None = None
         self._drafting = self._largest
-        self._num_plain, self._explorations, self._since_larger = 0, 0, 0
+        self._num_plain, self._explorations, self._since_larger, self._since_smaller = 0, 0, 0, 0
 
     def update(self, choice: int | None, drafting: int) -> None:
         """Take over a choice, and the best size that drafts; None before there is one."""
@@ -102,21 +104,16 @@ class Pacing:
         if choice != NO_DRAFT:
             self._num_plain, self._explorations = 0, 0
 
-    def next(self, requests: int, step_ms: Sequence[float]) -> int:
-        """The size of the next step, over `requests` requests, where a step of each size takes `step_ms`."""
+    def next(self, requests: int, step_ms: Sequence[float], real_steps: Sequence[int] = ()) -> int:
+        """The size of the next step, over `requests` requests, where a step of each size takes `step_ms`, which
+        `real_steps` steps of it have corrected; none where real steps are not timed."""
         if self.fixed is not None:
             return self.fixed
         if self._choice is None:
             rates = [tokens / spent_ms for tokens, spent_ms in zip(self._prior_tokens, step_ms, strict=True)]
             return rates.index(max(rates[1:]), 1)
         if self._choice != NO_DRAFT:
-            self._since_larger += 1
-            if self._choice < self._largest:
-                extra = step_ms[self._choice + 1] / step_ms[self._choice] - 1
-                if self._since_larger >= max(LEAST_STEPS, extra / EXPLORATION_SHARE):
-                    self._since_larger = 0
-                    return self._choice + 1
-            return self._choice
+            return self._beside(self._choice, step_ms, real_steps)
         explorations = math.ceil(EXPLORED_SLOTS / requests)
         extra = explorations * (step_ms[self._drafting] / step_ms[NO_DRAFT] - 1)
         if self._num_plain >= max(LEAST_PAUSE, extra / EXPLORATION_SHARE):
@@ -126,6 +123,25 @@ class Pacing:
             return self._drafting
         self._num_plain += 1
         return NO_DRAFT
+
+    def _beside(self, choice: int, step_ms: Sequence[float], real_steps: Sequence[int]) -> int:
+        """A size that drafts, or the next one to it: the larger shows what more drafts bring, the smaller what it
+        costs."""
+        self._since_larger += 1
+        self._since_smaller += 1
+        if choice < self._largest:
+            extra = step_ms[choice + 1] / step_ms[choice] - 1
+            if self._since_larger >= max(LEAST_STEPS, extra / EXPLORATION_SHARE):
+                self._since_larger = 0
+                return choice + 1
+        smaller = choice - 1
+        if real_steps and real_steps[choice]:
+            is_known = real_steps[smaller] >= KNOWN_STEPS
+            pause = step_ms[smaller] / step_ms[choice] / EXPLORATION_SHARE if is_known else DECIDE_EVERY
+            if self._since_smaller >= pause:
+                self._since_smaller = 0
+                return smaller
+        return choice
 
 
 class RealCosts:
@@ -143,6 +159,10 @@ class RealCosts:
     def of_sizes(self) -> list[float]:
         """Milliseconds of a step of each size."""
         return [ms * self._ratio(size) for size, ms in enumerate(self._timed_ms)]
+
+    def num_steps(self) -> list[int]:
+        """Real steps of each size, of which no more are counted than the mean remembers."""
+        return [self._weights.get(size, FIRST_WEIGHT) - FIRST_WEIGHT for size in range(len(self._timed_ms))]
 
     def update(self, size: int, spent_ms: float) -> None:
         """Take in a step."""
@@ -189,7 +209,8 @@ class Sizing:
 
     def next(self, requests: int) -> int:
         """Nodes of the next step, over `requests` requests; it is counted."""
-        nodes = self.nodes[self.pacing.next(requests, self._step_ms(requests))]
+        real_steps = self._real[self._batch_of(requests)].num_steps()
+        nodes = self.nodes[self.pacing.next(requests, self._step_ms(requests), real_steps)]
         self.num_steps[nodes] += 1
         return nodes
 

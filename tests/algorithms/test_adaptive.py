@@ -19,6 +19,7 @@ from algorithms.standalone import Standalone
 from algorithms.step.adaptive import (
     DECIDE_EVERY,
     EXPLORED_SLOTS,
+    KNOWN_STEPS,
     LEAST_PAUSE,
     LEAST_STEPS,
     NO_DRAFT,
@@ -71,7 +72,7 @@ class Random(Pacing):
     def update(self, choice: int | None, drafting: int) -> None:
         assert (choice is None or 0 <= choice <= self._num_sizes) and 1 <= drafting <= self._num_sizes
 
-    def next(self, requests: int, step_ms: Sequence[float]) -> int:
+    def next(self, requests: int, step_ms: Sequence[float], real_steps: Sequence[int] = ()) -> int:
         if self._num_plain:
             self._num_plain -= 1
             return NO_DRAFT
@@ -121,9 +122,24 @@ def test_drafting_is_tried_again_as_rarely_as_it_costs(rows: int, cost: float, p
 def test_a_larger_size_is_tried_as_rarely_as_it_costs(cost: float, every: int) -> None:
     pacing, step_ms = Pacing((1, 2, 4, 8)), [1.0, 1.1, 2.0, 2.0 * cost]
     pacing.update(2, 2)
-    assert [pacing.next(1, step_ms) for _ in range(2 * every)] == ([2] * (every - 1) + [3]) * 2
+    assert _steps_of(pacing, 3, step_ms, 2 * every) == [every, 2 * every]
+
+
+def test_a_smaller_size_is_tried_soon_and_then_rarely() -> None:
+    """Where real steps are timed: a step of it takes 0.8 of the time, all of which counts as lost."""
+    pacing, step_ms = Pacing((1, 2, 4, 8)), [1.0, 1.2, 1.6, 2.0]
     pacing.update(3, 3)
-    assert {pacing.next(1, step_ms) for _ in range(2 * every)} == {3}
+    assert _steps_of(pacing, 2, step_ms, 150, [0, 0, 0, 0]) == []
+    pacing.reset()
+    pacing.update(3, 3)
+    unknown, known = [0, 0, KNOWN_STEPS - 1, 9], [0, 0, KNOWN_STEPS, 9]
+    assert _steps_of(pacing, 2, step_ms, 3 * DECIDE_EVERY, unknown) == [DECIDE_EVERY * time for time in (1, 2, 3)]
+    assert _steps_of(pacing, 2, step_ms, 150, known) == [107]
+
+
+def _steps_of(pacing: Pacing, size: int, step_ms: list[float], steps: int, real: Sequence[int] = ()) -> list[int]:
+    """Numbers of the next `steps` steps that have `size`."""
+    return [number for number in range(1, steps + 1) if pacing.next(1, step_ms, real) == size]
 
 
 @pytest.mark.parametrize(
@@ -195,11 +211,11 @@ def test_drafts_behind_plain_steps_are_those_of_every_run(maker: str) -> None:
         return watched.by_text()
 
     class Whole(Pacing):
-        def next(self, requests: int, step_ms: Sequence[float]) -> int:
+        def next(self, requests: int, step_ms: Sequence[float], real_steps: Sequence[int] = ()) -> int:
             return self._largest
 
     class Sometimes(Random):
-        def next(self, requests: int, step_ms: Sequence[float]) -> int:
+        def next(self, requests: int, step_ms: Sequence[float], real_steps: Sequence[int] = ()) -> int:
             return min(super().next(requests, step_ms), 1) * self._num_sizes
 
     always, sometimes = drafts(Whole), drafts(Sometimes)
