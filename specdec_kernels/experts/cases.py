@@ -208,17 +208,17 @@ CASES = (
            **_V2 | dict(groups=8, topk_groups=3)),
     _both("both_no_rows", "a schedule that nobody wrote", 0, 8, 2),
     _both("both_one_row", "lanes past the only row", 1, 24, 4, renormalise=True),
-    _both("both_ties", "an expert of two rows twice", 16, 5, 3, ties=True),
-    _both("both_masked", "assignments without expert in an item, or not last", 10, 16, 4, masked=True),
-    _both("both_of_chosen", "experts past the last", 9, 45, 4, "softmax_of_chosen"),
-    _both("both_v3_unusable", "an expert of a group that was not chosen", 6, 24, 3, unusable=True,
+    _both("both_ties", "an expert of two rows twice", 4, 5, 3, ties=True),
+    _both("both_masked", "assignments without expert in an item, or not last", 4, 16, 4, masked=True),
+    _both("both_of_chosen", "experts and rows past the last", 3, 45, 4, "softmax_of_chosen"),
+    _both("both_v3_unusable", "an expert of a group that was not chosen", 4, 24, 3, unusable=True,
           **_V3 | dict(groups=4, topk_groups=1)),
-    _both("both_two_launches", "rows past those of one program", 17, 16, 4, masked=True),
+    _both("both_two_launches", "rows past those of one program", 5, 16, 4, masked=True),
     *(
         _both(f"both_{rows}_shipped", "registers", rows, 128, 8, renormalise=True, masked=True, gate=True)
-        for rows in (1, 16)
+        for rows in (1, 4)
     ),
-    _both("both_v3_shipped", "registers with groups", 16, 256, 8, gate=True, **_V3),
+    _both("both_v3_shipped", "registers with groups", 4, 256, 8, gate=True, **_V3),
     *(
         _both(f"both_{rows}x128", "decode of few requests", rows, 128, 8, renormalise=True, bench=True, tags=_LARGE)
         for rows in (1, 16)

@@ -8,13 +8,14 @@ in the same order for every row tile.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from specdec_kernels.launch import CHIPS, current_chip
 
 LEAST_ROWS, _MOST_ROWS = 16, 128
-FEW_ROWS = 2  # of a program that routes and schedules; it has this many or `LEAST_ROWS`
+FEW_ROWS = 4  # that one program routes and schedules at most; more take longer than two launches
 _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
 _INNER_STEP, _ODD_INNER_STEP = 128, 64
 _GROUP = 32  # elements with one scale in MXFP4
@@ -36,15 +37,13 @@ class ProductConfig:
     num_stages: int
 
 
-@dataclass(frozen=True)
-class RingConfig:
+class RingConfig(NamedTuple):
     """Of `kernel_hopper`. step: inner elements of a step. buffers: steps in shared memory. programs: of a
-    multiprocessor, as many as it holds at once. rows: largest row tile."""
+    multiprocessor, as many as it holds at once."""
 
-    step: int = 64
-    buffers: int = 7
-    programs: int = 3
-    rows: int = 16
+    step: int
+    buffers: int
+    programs: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,8 @@ class RouteConfig:
 
 # The interpreter's time goes with programs, not lanes; its products all have one shape, so that a row has one routine.
 INTERPRETER_PRODUCT = ProductConfig(128, 128, 1 << 30, 1, 1)
-RING = RingConfig()
+RING = {16: RingConfig(128, 5, 2), 64: RingConfig(64, 5, 2)}
+"""By row tile. With others `kernel` is as fast or faster."""
 ROUTE = dict.fromkeys(CHIPS, RouteConfig()) | {"interpreter": RouteConfig(64, 64, 256, 16, 4096)}
 
 

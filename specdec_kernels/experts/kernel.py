@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec_kernels.activation.kernel import gated
 from specdec_kernels.experts import configs, reference
-from specdec_kernels.experts.configs import ROUTE, product_config, scaled_product_config
+from specdec_kernels.experts.configs import ROUTE, RingConfig, product_config, scaled_product_config
 from specdec_kernels.experts.kernel_hopper import launch_ring, takes
 from specdec_kernels.experts.kernel_mxfp4 import mxfp4_partial_sum
 from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Matrices, Mxfp4, Routed
@@ -159,18 +159,23 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
+    # Before the wait: the second product, which precedes, has waited for all kernels before it.
+    slot_experts, slot_weights = (), ()
+    for slot in tl.static_range(TOPK):
+        slot_experts += (tl.load(experts_ptr + row * TOPK + slot),)
+        slot_weights += (tl.load(weights_ptr + row * TOPK + slot),)
     if residual_ptr is not None:
-        # Before the wait: no kernel of the family writes it, and the products before have waited for their predecessor.
         residual = tl.load(residual_ptr + row * H + column, mask=inside, other=0.0)
         norm_weight = tl.load(norm_weight_ptr + column, mask=inside, other=0.0)
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
+    parts = ()  # all requested before the first is added
+    for slot in tl.static_range(TOPK):
+        there = inside & (slot_experts[slot] >= 0) & (slot_experts[slot] < EXPERTS)
+        parts += (tl.load(parts_ptr + (row * TOPK + slot) * H + column, mask=there, other=0.0),)
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOPK):
-        expert = tl.load(experts_ptr + row * TOPK + slot)
-        weight = tl.load(weights_ptr + row * TOPK + slot)
-        there = inside & (expert >= 0) & (expert < EXPERTS)
-        total += weight * tl.load(parts_ptr + (row * TOPK + slot) * H + column, mask=there, other=0.0)
+        total += slot_weights[slot] * parts[slot]
     if shared_ptr is not None:
         total += tl.load(shared_ptr + row * H + column, mask=inside, other=0.0).to(tl.float32)
     out = total.to(out_ptr.dtype.element_ty)
@@ -248,14 +253,11 @@ def _parts(
 
 
 def _ring_takes(
-    x: Tensor, weight: Matrices, bias: Tensor | None, schedule: ExpertSchedule, activation: Activation | None
+    x: Tensor, weight: Matrices, bias: Tensor | None, activation: Activation | None, config: RingConfig
 ) -> bool:
     if current_chip(x) != "sm90" or not isinstance(weight, Tensor) or bias is not None:
         return False
-    is_plain = activation is None or activation.limit is None
-    return (
-        is_plain and schedule.row_tile <= configs.RING.rows and takes(x, weight, configs.RING)
-    )
+    return (activation is None or activation.limit is None) and takes(x, weight, config)
 
 
 def _launch_product(
@@ -269,8 +271,9 @@ def _launch_product(
 ) -> None:
     """The first product with its activation, or the second without."""
     (_, outer, inner), chip = weight.shape, current_chip(x)
-    if _ring_takes(x, weight, bias, schedule, activation):
-        launch_ring(x, weight, out, schedule, topk, configs.RING, activation is not None)
+    ring = configs.RING.get(schedule.row_tile)
+    if ring and _ring_takes(x, weight, bias, activation, ring):
+        launch_ring(x, weight, out, schedule, topk, ring, activation is not None)
         return
     is_gated, sizes = activation is not None, (chip, inner, schedule.row_tile, x.element_size())
     scaling, config = dict.fromkeys(_SCALING, 0), product_config(*sizes, isinstance(weight, Mxfp4))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.experts import reference
-from specdec_kernels.experts.configs import FEW_ROWS, LEAST_ROWS, ROUTE, row_tile_of
+from specdec_kernels.experts.configs import FEW_ROWS, ROUTE, row_tile_of
 from specdec_kernels.experts.kernel_schedule import empty_schedule, schedule_experts
 from specdec_kernels.experts.types import ExpertSchedule, Routed, Routing
 from specdec_kernels.launch import current_chip, lanes, launch
@@ -114,9 +114,10 @@ def _write_schedule(
     expert, took = tl.arange(0, BLOCK_E), chosen.to(tl.int32)
     counts = tl.sum(took, 0)
     start, total = tl.cumsum(counts, 0) - counts, tl.sum(counts, 0)
-    assignment = row[:, None] * TOPK + rank
-    tl.store(order_ptr + start[None, :] + tl.cumsum(took, 0) - took, assignment, mask=chosen)
-    idle_before = tl.cumsum(idle.to(tl.int32), 0) - idle.to(tl.int32)
+    assignment, before, idle_before = row[:, None] * TOPK + rank, 0 * took, 0 * row
+    if took.shape[0] > 1:
+        before, idle_before = tl.cumsum(took, 0) - took, tl.cumsum(idle.to(tl.int32), 0) - idle.to(tl.int32)
+    tl.store(order_ptr + start[None, :] + before, assignment, mask=chosen)
     last = total + idle_before[:, None] * TOPK + rank
     tl.store(order_ptr + last, assignment, mask=idle[:, None] & (rank < TOPK))
     tl.store(starts_ptr + expert, start, mask=expert < EXPERTS)
@@ -218,7 +219,7 @@ def _launch(
         (triton.cdiv(rows, block_rows) if schedule is None else 1,),
         *(logits, correction_bias, is_real, *out, *((None,) * 5 if schedule is None else schedule[:-1])),
         *(rows, capacity, float(routing.scale)),
-        num_warps=max(1, min(8, block_rows * experts // 256)),
+        num_warps=max(1, min(8, block_rows * experts // 128)),
         EXPERTS=experts,
         TOPK=routing.topk,
         GROUPS=routing.groups,
@@ -250,11 +251,10 @@ def route_and_schedule(
     if logits.dtype == torch.float64:
         return reference.route_and_schedule(logits, routing, correction_bias, is_real)
     rows, experts = logits.shape
-    if rows > LEAST_ROWS:
+    if rows > FEW_ROWS:
         routed = route_experts(logits, routing, correction_bias, is_real)
         return routed, schedule_experts(routed.experts, experts, row_tile_of(routed.experts, experts))
     routed = _empty(logits, routing)
     schedule = empty_schedule(routed.experts, experts, row_tile_of(routed.experts, experts))
-    block_rows = FEW_ROWS if rows <= FEW_ROWS else LEAST_ROWS
-    _launch(logits, routing, correction_bias, is_real, routed, schedule, block_rows)
+    _launch(logits, routing, correction_bias, is_real, routed, schedule, 1 if rows == 1 else lanes(rows))
     return routed, schedule

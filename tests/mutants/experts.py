@@ -30,7 +30,7 @@ MUTANTS = (
     ),
     _route(
         "experts_rows_before_in_one_place",
-        "start[None, :] + {{tl.cumsum(took, 0) - took -> 0 * took}}, assignment",
+        "start[None, :] + {{before -> 0 * took}}, assignment",
         parity("experts", "both_ties"),
         "rows of one expert are written to one place of the schedule",
     ),
