@@ -237,7 +237,7 @@ CASES = (
     _schedule("schedule_512x128", "a batch of trees", 512, 128, 8, bench=True, tags=_LARGE, row_tile=64),
     _normed("normed_odd", "columns past the last in the norm", 7, 5, 3, 45, 33, "some", shared=True),
     _normed("normed_no_rows", "launch on an empty grid", 0, 4, 2, 32, 16),
-    _normed("normed_qwen3_shipped", "registers", 1, 4, 2, 2048, 768, gate=True, tags=_LARGE),
+    _normed("normed_qwen3_shipped", "registers", 1, 8, 8, 2048, 768, gate=True, tags=_LARGE),
     _mlp("mlp_no_rows", "launch on an empty grid", 0, 4, 2, 32, 16),
     _mlp("mlp_one", "a product of one number", 1, 1, 1, 1, 1),
     _mlp("mlp_odd", "lanes past the rows, the columns and the inner dimension", 7, 5, 3, 45, 33),

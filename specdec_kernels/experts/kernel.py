@@ -169,13 +169,14 @@ def _combine_kernel(
         norm_weight = tl.load(norm_weight_ptr + column, mask=inside, other=0.0)
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
-    parts = ()  # all requested before the first is added
+    # All requested before the first is added, those without expert too: a condition would make each wait for another.
+    parts = ()
     for slot in tl.static_range(TOPK):
-        there = inside & (slot_experts[slot] >= 0) & (slot_experts[slot] < EXPERTS)
-        parts += (tl.load(parts_ptr + (row * TOPK + slot) * H + column, mask=there, other=0.0),)
+        parts += (tl.load(parts_ptr + (row * TOPK + slot) * H + column, mask=inside, other=0.0),)
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOPK):
-        total += slot_weights[slot] * parts[slot]
+        there = (slot_experts[slot] >= 0) & (slot_experts[slot] < EXPERTS)
+        total += slot_weights[slot] * tl.where(there, parts[slot], 0.0)
     if shared_ptr is not None:
         total += tl.load(shared_ptr + row * H + column, mask=inside, other=0.0).to(tl.float32)
     out = total.to(out_ptr.dtype.element_ty)

@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     _product(
         "experts_sum_of_unwritten_parts",
-        "there = inside{{ & (expert >= 0) & (expert < EXPERTS) -> }}",
+        "tl.where({{there -> inside}}, parts[slot], 0.0)",
         parity("experts", "mlp_some"),
         "the part of a slot without expert is added, which nobody wrote",
     ),
