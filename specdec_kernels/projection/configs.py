@@ -143,8 +143,8 @@ def _ring(rows: int, groups: int) -> int:
 
 
 def _programs_a_tile(chip: str, tiles: int, inner: int) -> int:
-    """As many as give every processor a program or, where that leaves clearly fewer of them idle, two. Very short splits
-    lose more than idle processors do."""
+    """As many as give every processor a program or, where that leaves clearly fewer of them idle, two. Very short
+    splits lose more than idle processors do."""
     processors = _PROCESSORS[chip]
     one, two = (max(1, count * processors // tiles) for count in (1, 2))
     is_evener = two * tiles / (2 * processors) > one * tiles / processors + _EVENER
