@@ -33,7 +33,7 @@ from tests.exact_products import add_products_in_order
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 EXPERTS, TOPK = 8, 3
-HIDDEN, WIDTH = (512, 448) if torch.cuda.is_available() else (48, 40)
+HIDDEN, WIDTH = (640, 768) if torch.cuda.is_available() else (48, 40)
 """On a GPU few rows have the kernel of another number of rows on sm90."""
 
 
