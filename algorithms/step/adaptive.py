@@ -6,7 +6,8 @@
 A step of each size is a CUDA graph of its own. The host reads the accepted drafts of every step, with which
 `DraftLengthPolicy` estimates the tokens per time of each size; its choice is taken over every fourth step. `Pacing`
 adds exploration: a step without a draft says nothing about drafts, and a small one little about larger ones, so now and
-then a step has another size.
+then a step has the next larger size. The next smaller size, whose cost is known by real steps alone, runs a few times
+soon where it may be the better one, and rarely from then on.
 
 Costs are timed on random tokens before the first request. What a step of a mixture of experts costs depends on the
 experts that its tokens touch, so the times of real steps correct them: r_s, the fading mean of real over timed
@@ -38,6 +39,7 @@ EXPLORATION_SHARE = 0.0075  # bound on the time of exploration steps, as a share
 LEAST_PAUSE, LEAST_STEPS = 16, 2
 """Least number of steps without a draft, and of steps of one size, between two explorations."""
 DECIDE_EVERY = 4  # steps between two choices
+KNOWN_STEPS = 4  # real steps after which the cost of a size is about known
 FIRST_WEIGHT, LARGEST_WEIGHT = 2, 64
 """Steps of a size that its cost counts for before its first real step, and that its mean remembers."""
 LARGEST_RATIO = 1.5  # of a step's time over its expected cost; more is the host's delay
@@ -92,7 +94,7 @@ class Pacing:
         """Start as with the first step."""
         self._choice: int | None = None
         self._drafting = self._largest
-        self._num_plain, self._explorations, self._since_larger = 0, 0, 0
+        self._num_plain, self._explorations, self._since_larger, self._since_smaller = 0, 0, 0, 0
 
     def update(self, choice: int | None, drafting: int) -> None:
         """Take over a choice, and the best size that drafts; None before there is one."""
@@ -102,21 +104,16 @@ class Pacing:
         if choice != NO_DRAFT:
             self._num_plain, self._explorations = 0, 0
 
-    def next(self, requests: int, step_ms: Sequence[float]) -> int:
-        """The size of the next step, over `requests` requests, where a step of each size takes `step_ms`."""
+    def next(self, requests: int, step_ms: Sequence[float], smaller_pause: float = math.inf) -> int:
+        """The size of the next step, over `requests` requests, where a step of each size takes `step_ms`.
+        `smaller_pause`: steps between two of the size below the chosen one."""
         if self.fixed is not None:
             return self.fixed
         if self._choice is None:
             rates = [tokens / spent_ms for tokens, spent_ms in zip(self._prior_tokens, step_ms, strict=True)]
             return rates.index(max(rates[1:]), 1)
         if self._choice != NO_DRAFT:
-            self._since_larger += 1
-            if self._choice < self._largest:
-                extra = step_ms[self._choice + 1] / step_ms[self._choice] - 1
-                if self._since_larger >= max(LEAST_STEPS, extra / EXPLORATION_SHARE):
-                    self._since_larger = 0
-                    return self._choice + 1
-            return self._choice
+            return self._beside(self._choice, step_ms, smaller_pause)
         explorations = math.ceil(EXPLORED_SLOTS / requests)
         extra = explorations * (step_ms[self._drafting] / step_ms[NO_DRAFT] - 1)
         if self._num_plain >= max(LEAST_PAUSE, extra / EXPLORATION_SHARE):
@@ -127,12 +124,27 @@ class Pacing:
         self._num_plain += 1
         return NO_DRAFT
 
+    def _beside(self, choice: int, step_ms: Sequence[float], smaller_pause: float) -> int:
+        """A size that drafts, or the next one to it: the larger shows what more drafts bring, the smaller what it
+        costs."""
+        self._since_larger += 1
+        self._since_smaller += 1
+        if choice < self._largest:
+            extra = step_ms[choice + 1] / step_ms[choice] - 1
+            if self._since_larger >= max(LEAST_STEPS, extra / EXPLORATION_SHARE):
+                self._since_larger = 0
+                return choice + 1
+        if self._since_smaller >= smaller_pause:
+            self._since_smaller = 0
+            return choice - 1
+        return choice
+
 
 class RealCosts:
     """What steps of one batch size cost, by size: timed ones, corrected by the times of real steps."""
 
     def __init__(self, timed_ms: Sequence[float]) -> None:
-        self._timed_ms = timed_ms
+        self.timed_ms = timed_ms
         self.reset()
 
     def reset(self) -> None:
@@ -142,13 +154,17 @@ class RealCosts:
 
     def of_sizes(self) -> list[float]:
         """Milliseconds of a step of each size."""
-        return [ms * self._ratio(size) for size, ms in enumerate(self._timed_ms)]
+        return [ms * self._ratio(size) for size, ms in enumerate(self.timed_ms)]
+
+    def num_steps(self) -> list[int]:
+        """Real steps of each size, of which no more are counted than the mean remembers."""
+        return [self._weights.get(size, FIRST_WEIGHT) - FIRST_WEIGHT for size in range(len(self.timed_ms))]
 
     def update(self, size: int, spent_ms: float) -> None:
         """Take in a step."""
         before = self._ratio(size)
         weight = min(self._weights.get(size, FIRST_WEIGHT) + 1, LARGEST_WEIGHT)
-        ratio = min(spent_ms / self._timed_ms[size], LARGEST_RATIO * before)
+        ratio = min(spent_ms / self.timed_ms[size], LARGEST_RATIO * before)
         self._ratios[size] = before + (ratio - before) / weight
         self._weights[size] = weight
 
@@ -189,9 +205,25 @@ class Sizing:
 
     def next(self, requests: int) -> int:
         """Nodes of the next step, over `requests` requests; it is counted."""
-        nodes = self.nodes[self.pacing.next(requests, self._step_ms(requests))]
+        size = self.pacing.next(requests, self._step_ms(requests), self._smaller_pause(requests))
+        nodes = self.nodes[size]
         self.num_steps[nodes] += 1
         return nodes
+
+    def _smaller_pause(self, requests: int) -> float:
+        """Steps between two of the size below the chosen one, infinite where its cost decides nothing. More nodes touch
+        fewer new experts each, so it costs no less than the line between a plain step and one of the chosen size."""
+        chosen, step_ms = self.policy.choice or NO_DRAFT, self._step_ms(requests)
+        real = self._real[self._batch_of(requests)]
+        steps = real.num_steps()
+        if chosen == NO_DRAFT or not steps[chosen]:
+            return math.inf
+        plain, known, smaller = min(step_ms[NO_DRAFT], real.timed_ms[NO_DRAFT]), step_ms[chosen], step_ms[chosen - 1]
+        line = plain + (known - plain) * (self.nodes[chosen - 1] - 1) / (self.nodes[chosen] - 1)
+        needed = 1 + self.policy.gain(chosen)  # steps of it for the tokens of one
+        if min(line, smaller) * needed >= known:
+            return math.inf
+        return DECIDE_EVERY if steps[chosen - 1] < KNOWN_STEPS else smaller / known / EXPLORATION_SHARE
 
     def _batch_of(self, requests: int) -> int:
         return next(batch for batch in self._batches if batch >= requests)

@@ -3,8 +3,9 @@
     y = sum over the chosen e of w_e (down_e act(gate_e x, up_e x)) + shared(x)
 
 Three functions in a row: `route_experts` chooses, `schedule_experts` sorts the rows by expert, `expert_mlp` computes.
-Nothing is read by the host, and all sizes follow from the number of rows, so the three can be captured in a graph. A
-row of the result has the same bits whatever other rows are beside it. Tensors are contiguous.
+`route_and_schedule` is the first two, in one launch where rows are few. Nothing is read by the host, and all sizes
+follow from the number of rows, so all can be captured in a graph. A row of the result has the same bits whatever other
+rows are beside it. Tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from specdec_kernels.experts.types import (
     max_items,
 )
 from specdec_kernels.launch import dispatch
+from specdec_kernels.norm.configs import MAX_WIDTH
+from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
 from specdec_kernels.projection.api import expect_groups
 from specdec_kernels.projection.types import ScaledWeight
 
@@ -64,18 +67,24 @@ def route_experts(
 
     Sources: Qwen3 (2505.09388), gpt-oss (2508.10925), DeepSeek-V2 (2405.04434) and V3 (2412.19437).
     """
-    expect_tensors(logits=(logits, (None, None), _DTYPES))
-    rows, experts = logits.shape
-    _check_routing(routing, experts, correction_bias is not None)
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    expect_tensors(
-        {"logits": logits},
-        correction_bias=(correction_bias, (experts,), wide),
-        is_real=(is_real, (rows,), torch.bool),
-    )
+    _check_logits(logits, routing, correction_bias, is_real)
     return Routed(
         *dispatch("route_experts", __package__, impl, logits, "kernel_route")(logits, routing, correction_bias, is_real)
     )
+
+
+def route_and_schedule(
+    logits: Tensor,
+    routing: Routing,
+    correction_bias: Tensor | None = None,
+    is_real: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> tuple[Routed, ExpertSchedule]:
+    """`route_experts`, and `schedule_experts` in tiles of `row_tile_of` the rows."""
+    _check_logits(logits, routing, correction_bias, is_real)
+    function = dispatch("route_and_schedule", __package__, impl, logits, "kernel_route")
+    return function(logits, routing, correction_bias, is_real)
 
 
 def schedule_experts(experts: Tensor, num_experts: int, row_tile: int, *, impl: str = "auto") -> ExpertSchedule:
@@ -113,6 +122,39 @@ def expert_mlp(
         weights: of the dtype of x. Matrices may be MXFP4: the result is that of the same numbers in the dtype of x,
             which all but float16 hold exactly. Or they are float8 codes, whose product is that of `linear`.
     """
+    _check_mlp(x, routed, schedule, weights, shared)
+    return dispatch("expert_mlp", __package__, impl, x)(x, routed, schedule, weights, activation, shared)
+
+
+def expert_mlp_add_rms_norm(
+    x: Tensor,
+    routed: Routed,
+    schedule: ExpertSchedule,
+    weights: ExpertWeights,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    activation: Activation = _SWIGLU,
+    shared: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Normed:
+    """`add_rms_norm` of `expert_mlp`, with the same roundings: the sum with `residual` [T, H], and its norm."""
+    _check_mlp(x, routed, schedule, weights, shared)
+    hidden, end = x.shape[1], NormInputs(residual, norm_weight, eps)
+    expect_between("the width of a row", hidden, 1, MAX_WIDTH)
+    expect_tensors(
+        {"x": x},
+        residual=(residual, x.shape, x.dtype),
+        norm_weight=(norm_weight, (hidden,), weight_dtype(x, norm_weight)),
+    )
+    function = dispatch("expert_mlp_add_rms_norm", __package__, impl, x)
+    return function(x, routed, schedule, weights, end, activation, shared)
+
+
+def _check_mlp(
+    x: Tensor, routed: Routed, schedule: ExpertSchedule, weights: ExpertWeights, shared: Tensor | None
+) -> None:
     expect_tensors(x=(x, (None, None), _DTYPES))
     rows, hidden = x.shape
     experts, outer = _checked_weights(weights, hidden)
@@ -133,7 +175,18 @@ def expert_mlp(
         down_bias=(weights.down_bias, (experts, hidden), x.dtype),
         shared=(shared, (rows, hidden), x.dtype),
     )
-    return dispatch("expert_mlp", __package__, impl, x)(x, routed, schedule, weights, activation, shared)
+
+
+def _check_logits(logits: Tensor, routing: Routing, correction_bias: Tensor | None, is_real: Tensor | None) -> None:
+    expect_tensors(logits=(logits, (None, None), _DTYPES))
+    rows, experts = logits.shape
+    _check_routing(routing, experts, correction_bias is not None)
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    expect_tensors(
+        {"logits": logits},
+        correction_bias=(correction_bias, (experts,), wide),
+        is_real=(is_real, (rows,), torch.bool),
+    )
 
 
 def _check_routing(routing: Routing, experts: int, is_corrected: bool) -> None:

@@ -140,6 +140,13 @@ def mlp_inputs(
     return inputs | (dict(shared=make.normal(rows, hidden)) if shared else {}) | options
 
 
+def normed_inputs(make: Maker, *sizes: Any, **options: Any) -> dict[str, Any]:
+    """`mlp_inputs`, and what the result is added to and normed by."""
+    inputs = mlp_inputs(make, *sizes, **options)
+    rows, hidden = inputs["x"].shape
+    return inputs | dict(residual=make.normal(rows, hidden), norm_weight=make.normal(hidden), eps=1e-6)
+
+
 def _mlp_work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes moved, floating-point operations): the weights of the experts that have a row, read once."""
     x, weights = inputs["x"], inputs["weights"]
@@ -162,6 +169,8 @@ WORK: dict[str, WorkModel] = {"expert_mlp": _mlp_work, "schedule_experts": _sche
 _route = partial(case_of, "route_experts", route_inputs)
 _schedule = partial(case_of, "schedule_experts", schedule_inputs)
 _mlp = partial(case_of, "expert_mlp", mlp_inputs)
+_both = partial(case_of, "route_and_schedule", route_inputs)
+_normed = partial(case_of, "expert_mlp_add_rms_norm", normed_inputs)
 _V3: dict[str, Any] = dict(
     scoring="sigmoid", bias=True, renormalise=True, scale=2.5, groups=8, topk_groups=4, group_score="two_best"
 )
@@ -197,6 +206,23 @@ CASES = (
     _route("route_v3_shipped", "the variant with groups", 16, 256, 8, gate=True, **_V3),
     _route("route_v2_shipped", "groups by their largest", 16, 160, 6, gate=True,
            **_V2 | dict(groups=8, topk_groups=3)),
+    _both("both_no_rows", "a schedule that nobody wrote", 0, 8, 2),
+    _both("both_one_row", "lanes past the only row", 1, 24, 4, renormalise=True),
+    _both("both_ties", "an expert of two rows twice", 4, 5, 3, ties=True),
+    _both("both_masked", "assignments without expert in an item, or not last", 4, 16, 4, masked=True),
+    _both("both_of_chosen", "experts and rows past the last", 3, 45, 4, "softmax_of_chosen"),
+    _both("both_v3_unusable", "an expert of a group that was not chosen", 4, 24, 3, unusable=True,
+          **_V3 | dict(groups=4, topk_groups=1)),
+    _both("both_two_launches", "rows past those of one program", 5, 16, 4, masked=True),
+    *(
+        _both(f"both_{rows}_shipped", "registers", rows, 128, 8, renormalise=True, masked=True, gate=True)
+        for rows in (1, 4)
+    ),
+    _both("both_v3_shipped", "registers with groups", 4, 256, 8, gate=True, **_V3),
+    *(
+        _both(f"both_{rows}x128", "decode of few requests", rows, 128, 8, renormalise=True, bench=True, tags=_LARGE)
+        for rows in (1, 16)
+    ),
     _schedule("schedule_no_rows", "items of an empty batch", 0, 8, 2),
     _schedule("schedule_sixteen", "a block that a compiler does not take", 8, 8, 2),
     _schedule("schedule_random", "rows of an expert out of order", 37, 12, 3),
@@ -209,11 +235,20 @@ CASES = (
     _schedule("schedule_512_shipped", "registers of several passes", 512, 128, 8, gate=True, row_tile=64),
     _schedule("schedule_1x128", "decode of one request", 1, 128, 8, bench=True, tags=_LARGE),
     _schedule("schedule_512x128", "a batch of trees", 512, 128, 8, bench=True, tags=_LARGE, row_tile=64),
+    _normed("normed_odd", "columns past the last in the norm", 7, 5, 3, 45, 33, "some", shared=True),
+    _normed("normed_no_rows", "launch on an empty grid", 0, 4, 2, 32, 16),
+    _normed("normed_qwen3_shipped", "registers", 1, 8, 8, 2048, 768, gate=True, tags=_LARGE),
     _mlp("mlp_no_rows", "launch on an empty grid", 0, 4, 2, 32, 16),
     _mlp("mlp_one", "a product of one number", 1, 1, 1, 1, 1),
     _mlp("mlp_odd", "lanes past the rows, the columns and the inner dimension", 7, 5, 3, 45, 33),
     _mlp("mlp_several_tiles", "a column tile of another expert", 5, 6, 2, 150, 70),
     _mlp("mlp_one_expert", "rows past those of one item", 37, 4, 1, 32, 24, "one"),
+    _mlp("mlp_ring", "a step of another tile in the ring", 5, 6, 3, 640, 768, "some", shared=True,
+         tags=_LARGE),
+    _mlp("mlp_ring_items", "rows past those of one item in the ring", 40, 5, 1, 768, 640, "one", row_tile=16,
+         tags=_LARGE),
+    _mlp("mlp_ring_64", "rows of a wide tile in the ring", 90, 3, 1, 384, 320, "some", row_tile=64,
+         tags=_LARGE),
     _mlp("mlp_none", "a sum of parts that nobody wrote", 5, 4, 2, 32, 16, "none"),
     _mlp("mlp_some", "a slot without expert", 20, 8, 3, 32, 16, "some", shared=True),
     _mlp("mlp_shared", "the shared output left out, or weighed", 6, 8, 2, 48, 16, shared=True),

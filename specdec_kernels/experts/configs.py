@@ -8,12 +8,14 @@ in the same order for every row tile.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from specdec_kernels.launch import CHIPS, current_chip
 
-_LEAST_ROWS, _MOST_ROWS = 16, 128
+LEAST_ROWS, _MOST_ROWS = 16, 128
+FEW_ROWS = 4  # that one program routes and schedules at most; more take longer than two launches
 _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
 _INNER_STEP, _ODD_INNER_STEP = 128, 64
 _GROUP = 32  # elements with one scale in MXFP4
@@ -35,6 +37,15 @@ class ProductConfig:
     num_stages: int
 
 
+class RingConfig(NamedTuple):
+    """Of `kernel_hopper`. step: inner elements of a step. buffers: steps in shared memory. programs: of a
+    multiprocessor, as many as it holds at once."""
+
+    step: int
+    buffers: int
+    programs: int
+
+
 @dataclass(frozen=True)
 class RouteConfig:
     """rows: of a program of the routing. experts: that a program of the schedule sorts. ids: that it reads at once.
@@ -49,15 +60,17 @@ class RouteConfig:
 
 # The interpreter's time goes with programs, not lanes; its products all have one shape, so that a row has one routine.
 INTERPRETER_PRODUCT = ProductConfig(128, 128, 1 << 30, 1, 1)
+RING = {16: RingConfig(128, 5, 2), 64: RingConfig(64, 5, 2)}
+"""By row tile. With others `kernel` is as fast or faster."""
 ROUTE = dict.fromkeys(CHIPS, RouteConfig()) | {"interpreter": RouteConfig(64, 64, 256, 16, 4096)}
 
 
 def row_tile_of(experts: Tensor, num_experts: int) -> int:
     """Rows of an item for assignments [T, K]: about twice the mean of an expert. One tile in the interpreter."""
     if current_chip(experts) == "interpreter":
-        return _LEAST_ROWS
+        return LEAST_ROWS
     mean = experts.numel() // num_experts
-    return min(_MOST_ROWS, max(_LEAST_ROWS, 1 << (2 * mean - 1).bit_length() if mean else 0))
+    return min(_MOST_ROWS, max(LEAST_ROWS, 1 << (2 * mean - 1).bit_length() if mean else 0))
 
 
 def product_config(chip: str, inner: int, row_tile: int, element_bytes: int, is_mxfp4: bool = False) -> ProductConfig:
@@ -85,5 +98,5 @@ def scaled_product_config(chip: str, inner: int, row_tile: int, element_bytes: i
     if chip == "interpreter":
         return found
     # A sum and a product that is added to it take twice the registers.
-    warps = 8 if row_tile > 2 * _LEAST_ROWS else 4
+    warps = 8 if row_tile > 2 * LEAST_ROWS else 4
     return replace(found, num_warps=warps, num_stages=2 if element_bytes == 4 else found.num_stages)

@@ -18,11 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.activation.kernel import gated
-from specdec_kernels.experts import reference
-from specdec_kernels.experts.configs import ROUTE, product_config, scaled_product_config
+from specdec_kernels.experts import configs, reference
+from specdec_kernels.experts.configs import ROUTE, RingConfig, product_config, scaled_product_config
+from specdec_kernels.experts.kernel_hopper import launch_ring, takes
 from specdec_kernels.experts.kernel_mxfp4 import mxfp4_partial_sum
 from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Matrices, Mxfp4, Routed
 from specdec_kernels.launch import current_chip, lanes, launch
+from specdec_kernels.norm.configs import num_warps
+from specdec_kernels.norm.kernel import normed_row
+from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection.kernel import Operands, Tile, partial_sum, weight_rows, with_later_splits
 from specdec_kernels.projection.kernel_scaled import Scaling, numbers_of, scaled_sum, scales_of, scaling_options
@@ -141,8 +145,12 @@ def _combine_kernel(
     experts_ptr,  # [rows, TOPK] int32
     weights_ptr,  # [rows, TOPK] float32
     shared_ptr,  # [rows, H], or None
-    out_ptr,  # [rows, H]
-    H,
+    out_ptr,  # [rows, H], normed if there is a residual
+    residual_ptr,  # [rows, H], or None like the two below: no norm
+    norm_weight_ptr,  # [H]
+    sum_ptr,  # [rows, H]
+    eps,
+    H: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -150,17 +158,33 @@ def _combine_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < H
+    # Before the wait: the second product, which precedes, has waited for all kernels before it.
+    slot_experts, slot_weights = (), ()
+    for slot in tl.static_range(TOPK):
+        slot_experts += (tl.load(experts_ptr + row * TOPK + slot),)
+        slot_weights += (tl.load(weights_ptr + row * TOPK + slot),)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * H + column, mask=inside, other=0.0)
+        norm_weight = tl.load(norm_weight_ptr + column, mask=inside, other=0.0)
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
+    # All requested before the first is added, those without expert too: a condition would make each wait for another.
+    parts = ()
+    for slot in tl.static_range(TOPK):
+        parts += (tl.load(parts_ptr + (row * TOPK + slot) * H + column, mask=inside, other=0.0),)
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOPK):
-        expert = tl.load(experts_ptr + row * TOPK + slot)
-        weight = tl.load(weights_ptr + row * TOPK + slot)
-        there = (column < H) & (expert >= 0) & (expert < EXPERTS)
-        total += weight * tl.load(parts_ptr + (row * TOPK + slot) * H + column, mask=there, other=0.0)
+        there = (slot_experts[slot] >= 0) & (slot_experts[slot] < EXPERTS)
+        total += slot_weights[slot] * tl.where(there, parts[slot], 0.0)
     if shared_ptr is not None:
-        total += tl.load(shared_ptr + row * H + column, mask=column < H, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * H + column, total.to(out_ptr.dtype.element_ty), mask=column < H)
+        total += tl.load(shared_ptr + row * H + column, mask=inside, other=0.0).to(tl.float32)
+    out = total.to(out_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        out = (out.to(tl.float32) + residual.to(tl.float32)).to(out.dtype)
+        tl.store(sum_ptr + row * H + column, out, mask=inside)
+        out = normed_row(out, norm_weight, eps, H)
+    tl.store(out_ptr + row * H + column, out, mask=inside)
 
 
 def expert_mlp(
@@ -173,23 +197,68 @@ def expert_mlp(
 ) -> Tensor:
     if x.dtype == torch.float64:
         return reference.expert_mlp(x, routed, schedule, weights, activation, shared)
+    out, chip, hidden = torch.empty_like(x), current_chip(x), x.shape[1]
+    parts = _parts(x, routed, schedule, weights, activation)
+    block = lanes(hidden, ROUTE[chip].columns)
+    launch(
+        _combine_kernel,
+        (x.shape[0], triton.cdiv(hidden, block)),
+        *(parts, *routed, shared, out, None, None, None, 0.0),
+        H=hidden,
+        EXPERTS=schedule.num_experts,
+        TOPK=routed.experts.shape[1],
+        BLOCK=block,
+        **pdl_options(chip),
+    )
+    return out
+
+
+def expert_mlp_add_rms_norm(
+    x: Tensor,
+    routed: Routed,
+    schedule: ExpertSchedule,
+    weights: ExpertWeights,
+    end: NormInputs,
+    activation: Activation,
+    shared: Tensor | None = None,
+) -> Normed:
+    if x.dtype == torch.float64:
+        return reference.expert_mlp_add_rms_norm(x, routed, schedule, weights, end, activation, shared)
+    out, chip, hidden = Normed(torch.empty_like(x), torch.empty_like(x)), current_chip(x), x.shape[1]
+    parts = _parts(x, routed, schedule, weights, activation)
+    block = lanes(hidden)
+    launch(
+        _combine_kernel,
+        (x.shape[0], 1),
+        *(parts, *routed, shared, out.normed, end.residual, end.weight, out.residual, float(end.eps)),
+        num_warps=num_warps(chip, block),
+        H=hidden,
+        EXPERTS=schedule.num_experts,
+        TOPK=routed.experts.shape[1],
+        BLOCK=block,
+        **pdl_options(chip),
+    )
+    return out
+
+
+def _parts(
+    x: Tensor, routed: Routed, schedule: ExpertSchedule, weights: ExpertWeights, activation: Activation
+) -> Tensor:
+    """[T, K, H] float32: the output of each chosen expert, anything where there is none."""
     (rows, topk), hidden = routed.experts.shape, x.shape[1]
     inner = x.new_empty(rows * topk, weights.down.shape[2])
     parts = torch.empty((rows, topk, hidden), dtype=torch.float32, device=x.device)
     _launch_product(x, weights.gate_up, weights.gate_up_bias, inner, schedule, topk, activation)
     _launch_product(inner, weights.down, weights.down_bias, parts, schedule, topk, None)
-    out, chip = torch.empty_like(x), current_chip(x)
-    block = lanes(hidden, ROUTE[chip].columns)
-    launch(
-        _combine_kernel,
-        (rows, triton.cdiv(hidden, block)),
-        *(parts, *routed, shared, out, hidden),
-        EXPERTS=schedule.num_experts,
-        TOPK=topk,
-        BLOCK=block,
-        **pdl_options(chip),
-    )
-    return out
+    return parts
+
+
+def _ring_takes(
+    x: Tensor, weight: Matrices, bias: Tensor | None, activation: Activation | None, config: RingConfig
+) -> bool:
+    if current_chip(x) != "sm90" or not isinstance(weight, Tensor) or bias is not None:
+        return False
+    return (activation is None or activation.limit is None) and takes(x, weight, config)
 
 
 def _launch_product(
@@ -203,6 +272,10 @@ def _launch_product(
 ) -> None:
     """The first product with its activation, or the second without."""
     (_, outer, inner), chip = weight.shape, current_chip(x)
+    ring = configs.RING.get(schedule.row_tile)
+    if ring and _ring_takes(x, weight, bias, activation, ring):
+        launch_ring(x, weight, out, schedule, topk, ring, activation is not None)
+        return
     is_gated, sizes = activation is not None, (chip, inner, schedule.row_tile, x.element_size())
     scaling, config = dict.fromkeys(_SCALING, 0), product_config(*sizes, isinstance(weight, Mxfp4))
     if isinstance(weight, ScaledWeight):

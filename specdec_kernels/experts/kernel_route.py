@@ -1,5 +1,8 @@
 """Routing: a program takes the logits of a few rows whole. Experts are chosen in rounds of (largest, lowest expert).
 
+Rows so few that no expert can have two items are one program, which writes the schedule too: the place of an assignment
+is the number of assignments of lower experts, and of the same expert in rows before.
+
 Choices are compared as integers that order as the floats do, so that an expert that was chosen, or whose group was
 not, ranks after one with -inf.
 """
@@ -13,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.experts import reference
-from specdec_kernels.experts.configs import ROUTE
-from specdec_kernels.experts.types import Routed, Routing
+from specdec_kernels.experts.configs import FEW_ROWS, ROUTE, row_tile_of
+from specdec_kernels.experts.kernel_schedule import empty_schedule, schedule_experts
+from specdec_kernels.experts.types import ExpertSchedule, Routed, Routing
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.sampling.device import finite, sort_key, usable
@@ -77,14 +81,77 @@ def _scores(logit, bias_ptr, expert, inside, SIGMOID: tl.constexpr):
     return score, choice
 
 
-@triton.jit(do_not_specialize=["rows", "scale"])
+@triton.jit
+def _ranks(key, expert, TOPK: tl.constexpr):
+    """[T, BLOCK_E]: the place of each of the first TOPK experts in falling order of `key`, TOPK for the others."""
+    rank = tl.zeros_like(key) + TOPK
+    for place in tl.range(0, TOPK):
+        taken = expert[None, :] == _first_largest(key, expert)[:, None]
+        rank = tl.where(taken, place, rank)
+        key = tl.where(taken, _TAKEN, key)
+    return rank
+
+
+@triton.jit
+def _weights(value, chosen, OF_CHOSEN: tl.constexpr, RENORMALISE: tl.constexpr):
+    """[T, BLOCK_E]: the weights of the `chosen` experts of scores, or of logits if OF_CHOSEN."""
+    # No products with masks: -inf times zero would not be a number.
+    if OF_CHOSEN:
+        value = tl.where(chosen, value, float("-inf"))
+        value = tl.exp(value - finite(tl.max(value, 1))[:, None])
+        value /= tl.maximum(tl.sum(value, 1), 1.0)[:, None]
+    if RENORMALISE:
+        value /= (tl.sum(tl.where(chosen, value, 0.0), 1) + 1e-20)[:, None]
+    return value
+
+
+@triton.jit
+def _write_schedule(
+    order_ptr, starts_ptr, items_ptr, num_items_ptr, num_touched_ptr, chosen, rank, row, idle, capacity,
+    EXPERTS: tl.constexpr, TOPK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The schedule of rows so few that an expert has one item: `chosen` [T, BLOCK_E], and `idle` [T] without expert."""
+    expert, took = tl.arange(0, BLOCK_E), chosen.to(tl.int32)
+    counts = tl.sum(took, 0)
+    start, total = tl.cumsum(counts, 0) - counts, tl.sum(counts, 0)
+    assignment, before, idle_before = row[:, None] * TOPK + rank, 0 * took, 0 * row
+    if took.shape[0] > 1:
+        before, idle_before = tl.cumsum(took, 0) - took, tl.cumsum(idle.to(tl.int32), 0) - idle.to(tl.int32)
+    tl.store(order_ptr + start[None, :] + before, assignment, mask=chosen)
+    last = total + idle_before[:, None] * TOPK + rank
+    tl.store(order_ptr + last, assignment, mask=idle[:, None] & (rank < TOPK))
+    tl.store(starts_ptr + expert, start, mask=expert < EXPERTS)
+    tl.store(starts_ptr + EXPERTS, total)
+    used = counts > 0
+    touched = tl.sum(used.to(tl.int32), 0)
+    tl.store(num_items_ptr, touched)
+    tl.store(num_touched_ptr, touched)
+    entry = items_ptr + (tl.cumsum(used.to(tl.int32), 0) - used.to(tl.int32)) * 3
+    tl.store(entry, expert, mask=used)
+    tl.store(entry + 1, start, mask=used)
+    tl.store(entry + 2, start + counts, mask=used)
+    for first in tl.range(0, capacity, BLOCK_E):
+        rest = first + expert
+        entry, here = items_ptr + rest * 3, (rest >= touched) & (rest < capacity)
+        tl.store(entry, EXPERTS + 0 * rest, mask=here)
+        tl.store(entry + 1, 0 * rest, mask=here)
+        tl.store(entry + 2, 0 * rest, mask=here)
+
+
+@triton.jit(do_not_specialize=["rows", "scale", "capacity"])
 def _route_kernel(
     logits_ptr,  # [rows, EXPERTS]
     bias_ptr,  # [EXPERTS] float32, or None
     is_real_ptr,  # [rows] bool, or None
     experts_ptr,  # [rows, TOPK] int32
     weights_ptr,  # [rows, TOPK] float32
+    order_ptr,  # [rows * TOPK] int32, or None like the four below: no schedule
+    starts_ptr,  # [EXPERTS + 1] int32
+    items_ptr,  # [capacity, 3] int32
+    num_items_ptr,  # [1] int32
+    num_touched_ptr,  # [1] int32
     rows,
+    capacity,
     scale,
     EXPERTS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -97,17 +164,18 @@ def _route_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    expert, slot = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    row, expert = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
     there, inside = row < rows, expert < EXPERTS
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
     at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
     logit = tl.load(logits_ptr + at, mask=there[:, None] & inside[None, :], other=float("-inf"))
     narrow = logit.dtype
+    real = there
+    if is_real_ptr is not None:
+        real = tl.load(is_real_ptr + row, mask=there, other=0) != 0
     logit = usable(logit.to(tl.float32))
     score, choice = _scores(logit, bias_ptr, expert, inside, SIGMOID)
     key = tl.where(inside[None, :], sort_key(choice, 0), _TAKEN)
@@ -115,49 +183,43 @@ def _route_kernel(
         choice = tl.where(inside[None, :], choice, float("-inf"))
         kept = _in_best_groups(choice, expert, GROUPS, EXPERTS // GROUPS, KEPT_GROUPS, TWO_BEST, BLOCK_G)
         key = tl.where(kept, key, _TAKEN)
-    chosen = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
-    weight = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-    for place in tl.range(0, TOPK):
-        best = _first_largest(key, expert)
-        taken = expert[None, :] == best[:, None]
-        # A sum over one entry: -inf times zero would not be one.
-        value = tl.max(tl.where(taken, logit if OF_CHOSEN else score, float("-inf")), 1)
-        chosen = tl.where(slot[None, :] == place, best[:, None], chosen)
-        weight = tl.where(slot[None, :] == place, value[:, None], weight)
-        key = tl.where(taken, _TAKEN, key)
-    used = (slot < TOPK)[None, :]
-    if OF_CHOSEN:
-        weight = tl.where(used, weight, float("-inf"))
-        weight = tl.exp(weight - finite(tl.max(weight, 1))[:, None])
-        weight /= tl.maximum(tl.sum(weight, 1), 1.0)[:, None]
-    if RENORMALISE:
-        weight /= (tl.sum(weight, 1) + 1e-20)[:, None]
+    rank = _ranks(key, expert, TOPK)
+    chosen = rank < TOPK
+    weight = _weights(logit if OF_CHOSEN else score, chosen, OF_CHOSEN, RENORMALISE)
     weight = (weight * scale).to(narrow).to(tl.float32)
-    if is_real_ptr is not None:
-        real = tl.load(is_real_ptr + row, mask=there, other=0) != 0
-        chosen = tl.where(real[:, None], chosen, EXPERTS)
-        weight = tl.where(real[:, None], weight, 0.0)
-    out = row.to(tl.int64)[:, None] * TOPK + slot[None, :]
-    tl.store(experts_ptr + out, chosen, mask=there[:, None] & used)
-    tl.store(weights_ptr + out, weight, mask=there[:, None] & used)
+    out = row.to(tl.int64)[:, None] * TOPK + rank
+    tl.store(experts_ptr + out, tl.where(real[:, None], expert[None, :], EXPERTS), mask=there[:, None] & chosen)
+    tl.store(weights_ptr + out, tl.where(real[:, None], weight, 0.0), mask=there[:, None] & chosen)
+    if order_ptr is not None:
+        _write_schedule(
+            order_ptr, starts_ptr, items_ptr, num_items_ptr, num_touched_ptr, chosen & real[:, None], rank, row,
+            there & (real == 0), capacity, EXPERTS, TOPK, BLOCK_E,
+        )  # fmt: skip
 
 
-def route_experts(
-    logits: Tensor, routing: Routing, correction_bias: Tensor | None = None, is_real: Tensor | None = None
-) -> Routed:
-    if logits.dtype == torch.float64:
-        return reference.route_experts(logits, routing, correction_bias, is_real)
+def _empty(logits: Tensor, routing: Routing) -> Routed:
+    shape, device = (logits.shape[0], routing.topk), logits.device
+    return Routed(*(torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32)))
+
+
+def _launch(
+    logits: Tensor,
+    routing: Routing,
+    correction_bias: Tensor | None,
+    is_real: Tensor | None,
+    out: Routed,
+    schedule: ExpertSchedule | None,
+    block_rows: int,
+) -> None:
+    """Programs of `block_rows` rows; one, which has all rows, where it writes a schedule."""
     (rows, experts), chip = logits.shape, current_chip(logits)
-    config = ROUTE[chip]
-    out = Routed(
-        torch.empty((rows, routing.topk), dtype=torch.int32, device=logits.device),
-        torch.empty((rows, routing.topk), dtype=torch.float32, device=logits.device),
-    )
+    capacity = 0 if schedule is None else schedule.items.shape[0]
     launch(
         _route_kernel,
-        (triton.cdiv(rows, config.rows),),
-        *(logits, correction_bias, is_real, *out, rows, float(routing.scale)),
-        num_warps=max(1, min(4, experts // 64)),
+        (triton.cdiv(rows, block_rows) if schedule is None else 1,),
+        *(logits, correction_bias, is_real, *out, *((None,) * 5 if schedule is None else schedule[:-1])),
+        *(rows, capacity, float(routing.scale)),
+        num_warps=max(1, min(8, block_rows * experts // 128)),
         EXPERTS=experts,
         TOPK=routing.topk,
         GROUPS=routing.groups,
@@ -166,10 +228,33 @@ def route_experts(
         SIGMOID=routing.scoring == "sigmoid",
         OF_CHOSEN=routing.scoring == "softmax_of_chosen",
         RENORMALISE=routing.renormalise,
-        BLOCK_T=min(config.rows, lanes(rows)),
+        BLOCK_T=block_rows,
         BLOCK_E=lanes(experts),
         BLOCK_G=lanes(routing.groups),
-        BLOCK_K=lanes(routing.topk),
         **pdl_options(chip),
     )
+
+
+def route_experts(
+    logits: Tensor, routing: Routing, correction_bias: Tensor | None = None, is_real: Tensor | None = None
+) -> Routed:
+    if logits.dtype == torch.float64:
+        return reference.route_experts(logits, routing, correction_bias, is_real)
+    out, block_rows = _empty(logits, routing), min(ROUTE[current_chip(logits)].rows, lanes(logits.shape[0]))
+    _launch(logits, routing, correction_bias, is_real, out, None, block_rows)
     return out
+
+
+def route_and_schedule(
+    logits: Tensor, routing: Routing, correction_bias: Tensor | None = None, is_real: Tensor | None = None
+) -> tuple[Routed, ExpertSchedule]:
+    if logits.dtype == torch.float64:
+        return reference.route_and_schedule(logits, routing, correction_bias, is_real)
+    rows, experts = logits.shape
+    if rows > FEW_ROWS:
+        routed = route_experts(logits, routing, correction_bias, is_real)
+        return routed, schedule_experts(routed.experts, experts, row_tile_of(routed.experts, experts))
+    routed = _empty(logits, routing)
+    schedule = empty_schedule(routed.experts, experts, row_tile_of(routed.experts, experts))
+    _launch(logits, routing, correction_bias, is_real, routed, schedule, 1 if rows == 1 else lanes(rows))
+    return routed, schedule

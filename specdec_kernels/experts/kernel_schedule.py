@@ -7,7 +7,6 @@ another. Two passes over at most a few thousand ids: the first counts, the secon
 # mypy: ignore-errors
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -103,24 +102,25 @@ def _schedule_kernel(
         tl.store(entry + 2, 0 * lane, mask=here)
 
 
+def empty_schedule(experts: Tensor, num_experts: int, row_tile: int) -> ExpertSchedule:
+    """Of assignments [T, K], not written yet."""
+    sizes = (experts.numel(),), (num_experts + 1,), (max_items(experts.numel(), num_experts, row_tile), 3), (1,), (1,)
+    return ExpertSchedule(*(experts.new_empty(size) for size in sizes), row_tile)
+
+
 def schedule_experts(experts: Tensor, num_experts: int, row_tile: int) -> ExpertSchedule:
-    count, chip = experts.numel(), current_chip(experts)
-    config, capacity = ROUTE[chip], max_items(count, num_experts, row_tile)
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=experts.device)
-
-    schedule = ExpertSchedule(empty(count), empty(num_experts + 1), empty(capacity, 3), empty(1), empty(1), row_tile)
+    count, config = experts.numel(), ROUTE[current_chip(experts)]
+    schedule = empty_schedule(experts, num_experts, row_tile)
     launch(
         _schedule_kernel,
         (triton.cdiv(num_experts + 1, config.experts),),
-        *(experts, *schedule[:-1], count, capacity),
+        *(experts, *schedule[:-1], count, schedule.items.shape[0]),
         EXPERTS=num_experts,
         ROWS=row_tile,
         OWN=config.experts,
         BLOCK=lanes(max(count, _LEAST_IDS), config.ids),
         BINS=lanes(num_experts + 2),
         ITEMS=config.items,
-        **pdl_options(chip),
+        **pdl_options(current_chip(experts)),
     )
     return schedule

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_kernels.activation.reference import silu_mul
+from specdec_kernels.experts.configs import row_tile_of
 from specdec_kernels.experts.types import (
     Activation,
     ExpertSchedule,
@@ -17,6 +18,8 @@ from specdec_kernels.experts.types import (
     Routing,
     max_items,
 )
+from specdec_kernels.norm.reference import add_rms_norm
+from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.projection.reference import linear
 from specdec_kernels.projection.types import Product, ScaledWeight
 
@@ -84,6 +87,13 @@ def schedule_experts(experts: Tensor, num_experts: int, row_tile: int) -> Expert
     )
 
 
+def route_and_schedule(
+    logits: Tensor, routing: Routing, correction_bias: Tensor | None = None, is_real: Tensor | None = None
+) -> tuple[Routed, ExpertSchedule]:
+    routed, experts = route_experts(logits, routing, correction_bias, is_real), logits.shape[1]
+    return routed, schedule_experts(routed.experts, experts, row_tile_of(routed.experts, experts))
+
+
 def expert_mlp(
     x: Tensor,
     routed: Routed,
@@ -104,6 +114,18 @@ def expert_mlp(
     if shared is not None:
         total += shared
     return total.to(x.dtype)
+
+
+def expert_mlp_add_rms_norm(
+    x: Tensor,
+    routed: Routed,
+    schedule: ExpertSchedule,
+    weights: ExpertWeights,
+    end: NormInputs,
+    activation: Activation,
+    shared: Tensor | None = None,
+) -> Normed:
+    return add_rms_norm(expert_mlp(x, routed, schedule, weights, activation, shared), end)
 
 
 def _expert(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:

@@ -19,7 +19,7 @@ _INTERPRETER_ROWS = 16
 _PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
 _COLUMNS = 64  # the M side of the tensor core
-_SHORTEST_SPLIT = 512
+_SHORTEST_SPLIT, _SHORTEST_OF_PAIRS = 512, {"sm90": 1024}
 _EVENER = 0.1
 _RESIDENT_ROWS = 16  # of a program that holds weights
 _RESIDENT_OF_MANY, _RESIDENT_OF_CUT_PAIRS = 128, 512
@@ -92,7 +92,7 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
         cut, warps = _splits(inner, inner // _FLOAT32_SPLIT, 16), 8 if block == _MOST_ROWS else 4
         return LinearConfig(32, 16, cut, warps, 3, block, many)
     tiles = -(-outer // _COLUMNS)
-    cut = _splits(inner, min(_programs_a_tile(_PROCESSORS[chip], tiles), inner // _SHORTEST_SPLIT), _CUT_STEP)
+    cut = _splits(inner, min(_programs_a_tile(chip, tiles, inner), inner // _SHORTEST_SPLIT), _CUT_STEP)
     columns, block_k, warps, stages = _table(tiles * cut, chip)[block] if inner % _CUT_STEP == 0 else _ODD_INNER
     resident = _resident(chip, tiles * cut, cut) if block == _RESIDENT_ROWS and inner % _CUT_STEP == 0 else 0
     if chip != "sm90" and block == _MOST_ROWS:
@@ -142,10 +142,13 @@ def _ring(rows: int, groups: int) -> int:
     return longer if longer <= groups else _RING.get(rows, 0)
 
 
-def _programs_a_tile(processors: int, tiles: int) -> int:
-    """As many as give every processor a program or, where that leaves clearly fewer of them idle, two."""
+def _programs_a_tile(chip: str, tiles: int, inner: int) -> int:
+    """As many as give every processor a program or, where that leaves clearly fewer of them idle, two. Very short
+    splits lose more than idle processors do."""
+    processors = _PROCESSORS[chip]
     one, two = (max(1, count * processors // tiles) for count in (1, 2))
-    return two if two * tiles / (2 * processors) > one * tiles / processors + _EVENER else one
+    is_evener = two * tiles / (2 * processors) > one * tiles / processors + _EVENER
+    return two if is_evener and inner // two >= _SHORTEST_OF_PAIRS.get(chip, 0) else one
 
 
 def _resident(chip: str, programs: int, cut: int) -> int:

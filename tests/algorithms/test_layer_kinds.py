@@ -161,14 +161,14 @@ def test_a_slot_is_used_again(kind: str) -> None:
 def test_padding_runs_through_no_expert(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Rows of a step or a prefill that are no tokens have the sentinel expert; all others have all of theirs."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    route = kernels.route_experts
+    route = kernels.route_and_schedule
 
     def noted(logits: torch.Tensor, routing: Any, bias: Any, real: torch.Tensor, **how: Any) -> Any:
-        routed = route(logits, routing, bias, real, **how)
+        routed, schedule = route(logits, routing, bias, real, **how)
         seen.append((real.clone(), (routed.experts < logits.shape[1]).clone()))
-        return routed
+        return routed, schedule
 
-    monkeypatch.setattr(kernels, "route_experts", noted)
+    monkeypatch.setattr(kernels, "route_and_schedule", noted)
     setup = Setup(graph="step", prefill_tile=4, max_batch=3)
     run(autoregressive(TARGETS[kind]), requests(4, max_new_tokens=6), setup, TARGETS[kind])
     assert all(torch.equal(chosen, real[:, None].expand_as(chosen)) for real, chosen in seen)

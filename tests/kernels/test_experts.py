@@ -20,25 +20,28 @@ from specdec_kernels.experts import (
     Routing,
     configs,
     expert_mlp,
+    expert_mlp_add_rms_norm,
+    route_and_schedule,
     route_experts,
     row_tile_of,
     schedule_experts,
 )
 from specdec_kernels.experts.cases import mlp_inputs, schedule_inputs
+from specdec_kernels.norm import add_rms_norm
 from tests.exact_products import add_products_in_order
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-EXPERTS, TOPK, HIDDEN, WIDTH = 8, 3, 48, 40
+EXPERTS, TOPK = 8, 3
+HIDDEN, WIDTH = (640, 768) if torch.cuda.is_available() else (48, 40)
+"""On a GPU few rows have the kernel of another number of rows on sm90."""
 
 
 def layer(
     x: torch.Tensor, logits: torch.Tensor, weights: ExpertWeights, is_real: Any = None
 ) -> tuple[torch.Tensor, Any]:
     """(outputs, schedule) of a mixture of experts."""
-    routed = route_experts(logits, Routing(TOPK, renormalise=True), is_real=is_real, impl="triton")
-    tile = row_tile_of(routed.experts, EXPERTS)
-    schedule = schedule_experts(routed.experts, EXPERTS, tile, impl="triton")
+    routed, schedule = route_and_schedule(logits, Routing(TOPK, renormalise=True), is_real=is_real, impl="triton")
     return expert_mlp(x, routed, schedule, weights, impl="triton"), schedule
 
 
@@ -61,6 +64,31 @@ def test_a_row_has_the_same_bits_among_others(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(found[is_real], whole[is_real]) and not found[~is_real].any()
     touched = set(logits[is_real].float().topk(TOPK).indices.flatten().tolist())
     assert int(schedule.num_touched) == len(touched)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+def test_one_launch_is_both(rows: int) -> None:
+    """The schedule that the routing of few rows writes is that of its experts."""
+    logits = Maker.seeded(DEVICE, DTYPE).normal(rows, 45)
+    is_real = torch.arange(rows, device=DEVICE) % 3 != 1
+    routed, schedule = route_and_schedule(logits, Routing(6), is_real=is_real, impl="triton")
+    for found, expected in zip(routed, route_experts(logits, Routing(6), is_real=is_real, impl="triton"), strict=True):
+        assert torch.equal(found, expected)
+    expected = schedule_experts(routed.experts, 45, schedule.row_tile, impl="triton")
+    assert all(torch.equal(found, other) for found, other in zip(schedule[:-1], expected[:-1], strict=True))
+
+
+def test_a_fused_norm_has_the_bits_of_two_launches() -> None:
+    make = Maker.seeded(DEVICE, DTYPE)
+    inputs, end = (
+        mlp_inputs(make, 9, EXPERTS, TOPK, HIDDEN, WIDTH, "some"),
+        (make.normal(9, HIDDEN), make.normal(HIDDEN)),
+    )
+    apart = add_rms_norm(expert_mlp(**inputs, impl="triton"), *end, 1e-6, impl="triton")
+    fused = expert_mlp_add_rms_norm(**inputs, residual=end[0], norm_weight=end[1], eps=1e-6, impl="triton")
+    assert all(torch.equal(*pair) for pair in zip(apart, fused, strict=True))
+    with pytest.raises(ValueError, match=rf"residual: expected shape \[9, {HIDDEN}\], got \[1, {HIDDEN}\]"):
+        expert_mlp_add_rms_norm(**inputs, residual=end[0][:1], norm_weight=end[1], eps=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33])

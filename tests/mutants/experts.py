@@ -24,9 +24,21 @@ MUTANTS = (
     ),
     _route(
         "experts_of_padding_rows",
-        "chosen = tl.where({{real -> there}}[:, None], chosen, EXPERTS)",
+        "tl.where({{real -> there}}[:, None], expert[None, :], EXPERTS)",
         parity("experts", "route_masked"),
         "rows that are not real read the weights of experts",
+    ),
+    _route(
+        "experts_rows_before_in_one_place",
+        "start[None, :] + {{before -> 0 * took}}, assignment",
+        parity("experts", "both_ties"),
+        "rows of one expert are written to one place of the schedule",
+    ),
+    _route(
+        "experts_idle_rows_in_one_place",
+        "last = total + {{idle_before[:, None] * TOPK + -> 0 * row[:, None] +}} rank",
+        parity("experts", "both_masked"),
+        "assignments without expert are written to one place of the schedule",
     ),
     _schedule(
         "experts_order_restarts",
@@ -36,9 +48,15 @@ MUTANTS = (
     ),
     _product(
         "experts_sum_of_unwritten_parts",
-        "there = (column < H){{ & (expert >= 0) & (expert < EXPERTS) -> }}",
+        "tl.where({{there -> inside}}, parts[slot], 0.0)",
         parity("experts", "mlp_some"),
         "the part of a slot without expert is added, which nobody wrote",
+    ),
+    _product(
+        "experts_norm_without_residual",
+        "out = (out.to(tl.float32){{ + residual.to(tl.float32) -> }}).to(out.dtype)",
+        parity("experts", "normed_odd"),
+        "the norm of the experts' output alone",
     ),
     _product(
         "experts_up_without_one",

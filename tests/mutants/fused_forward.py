@@ -130,7 +130,7 @@ MUTANTS = (
     ),
     _configs(
         "cut_by_the_rows",
-        "_programs_a_tile(_PROCESSORS[chip], tiles){{ ->  // block}}, inner",
+        "_programs_a_tile(chip, tiles, inner){{ ->  // block}}, inner",
         (f"{_TESTS}::test_the_cut_does_not_depend_on_the_rows",),
         "historical: a split chosen by the batch changes the bits of a row (cuBLAS at 16, 32 and 256 rows)",
     ),

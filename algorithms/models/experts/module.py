@@ -18,7 +18,7 @@ from algorithms.models.experts.config import ExpertsConfig
 from algorithms.models.experts.training import imbalance, masked_expert_mlp
 from algorithms.models.folder import COPY_AGAIN, ModelError
 from algorithms.models.fusion import Fusable, project
-from algorithms.models.layers import MLP, SwiGLU
+from algorithms.models.layers import MLP, RMSNorm, SwiGLU
 
 _LARGEST_SCALE = 252
 """Of MXFP4: the largest number, 6 * 2^(scale - 127), is finite in float32."""
@@ -226,21 +226,42 @@ class Experts(MLP):
                 stored[f"{prefix}gate.{name}"] = tensor
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        rows, experts = x.reshape(-1, x.shape[-1]).contiguous(), self.experts
+        if self._learns and type(experts) is ExpertTensors:
+            return self._learning(rows, experts, real).view_as(x)
+        arguments = (rows, *self._chosen(rows, real), experts.weights, self.activation, self._shared(rows))
+        return kernels.expert_mlp(*arguments, impl=self._impl_of(x)).view_as(x)
+
+    def ended(
+        self, x: Tensor, residual: Tensor, following: RMSNorm, closing: RMSNorm | None, real: Tensor | None
+    ) -> kernels.Normed:
+        if closing is not None:
+            return super().ended(x, residual, following, closing, real)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        learns, experts = torch.is_grad_enabled() and self.impl is None, self.experts
-        # The definition reads back which experts have rows, so a GPU runs the kernels whatever the forward.
-        impl = self.impl or ("triton" if x.is_cuda and not learns else "reference")
+        end = (residual.reshape(rows.shape), following.weight, following.eps)
+        arguments = (rows, *self._chosen(rows, real), self.experts.weights, *end, self.activation, self._shared(rows))
+        found = kernels.expert_mlp_add_rms_norm(*arguments, impl=self._impl_of(x))
+        return kernels.Normed(*(part.view_as(x) for part in found))
+
+    @property
+    def _learns(self) -> bool:
+        return torch.is_grad_enabled() and self.impl is None
+
+    def _impl_of(self, x: Tensor) -> str:
+        """The definition reads back which experts have rows, so a GPU runs the kernels whatever the forward."""
+        return self.impl or ("triton" if x.is_cuda and not self._learns else "reference")
+
+    def _chosen(self, rows: Tensor, real: Tensor | None) -> tuple[kernels.Routed, kernels.ExpertSchedule]:
         logits, bias = self.gate(rows), self.gate.e_score_correction_bias
-        routed = kernels.route_experts(logits, self.routing, bias, real, impl=impl)
-        shared = self._shared(rows)
-        if learns and type(experts) is ExpertTensors:
-            self.imbalance = imbalance(logits, routed)
-            out = masked_expert_mlp(rows, routed, experts.gate_up_proj, experts.down_proj)
-            return (out if shared is None else out + shared).view_as(x)
-        tile = kernels.row_tile_of(routed.experts, experts.num_experts)
-        schedule = self.schedule = kernels.schedule_experts(routed.experts, experts.num_experts, tile, impl=impl)
-        out = kernels.expert_mlp(rows, routed, schedule, experts.weights, self.activation, shared, impl=impl)
-        return out.view_as(x)
+        routed, self.schedule = kernels.route_and_schedule(logits, self.routing, bias, real, impl=self._impl_of(rows))
+        return routed, self.schedule
+
+    def _learning(self, rows: Tensor, experts: ExpertTensors, real: Tensor | None) -> Tensor:
+        logits, bias = self.gate(rows), self.gate.e_score_correction_bias
+        routed = kernels.route_experts(logits, self.routing, bias, real, impl="reference")
+        self.imbalance = imbalance(logits, routed)
+        out, shared = masked_expert_mlp(rows, routed, experts.gate_up_proj, experts.down_proj), self._shared(rows)
+        return out if shared is None else out + shared
 
     def _shared(self, rows: Tensor) -> Tensor | None:
         if self.shared_expert is None or self.shared_expert_gate is None:
