@@ -46,6 +46,7 @@ _BOUND_BY_CODES = {False: (64, 4, 4), True: (128, 8, 4)}
 # Groups of weights in flight by the rows of a program, of which two fit a processor, or one where few tiles have splits
 # of many groups. More rows gain nothing.
 _RING, _LONG_RING = {16: 6, 32: 4}, {16: 12, 32: 6}
+_RING_OF_FEW_TILES = {16: 10, 32: 8}
 _MOST_ROWS_OF_CODES, _MOST_ROWS_OF_FLOAT32_CODES = 64, 32
 ROUNDED_APART_ROWS = 16
 """Rows of x that every program rounds to codes; more are rounded once, before the product."""
@@ -103,7 +104,9 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
         many = -(-rows // block) * -(-outer // wide[0]) >= _PROCESSORS[chip]
         columns, block_k, warps, stages = wide if many else (columns, block_k, warps, stages)
     fitting = _SHARED_BYTES[chip] // ((columns + block) * block_k * element_bytes)
-    found = LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1, resident)
+    ring = _RING_OF_FEW_TILES.get(block, 0) if chip == "sm90" and tiles * cut <= _PROCESSORS[chip] else 0
+    stages = max(2, min(stages, fitting))
+    found = LinearConfig(columns, block_k, cut, warps, stages, block, many and cut > 1, resident, ring)
     shortest = inner - (cut - 1) * found.split_length(inner)
     return found if resident <= shortest else replace(found, resident=0)
 
