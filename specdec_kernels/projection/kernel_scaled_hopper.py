@@ -1,9 +1,9 @@
 """`kernel_scaled` for chips with warp-group products (sm90) where x is rounded to codes, in Gluon: the same sums.
 
 A program has two tiles of 64 rows of the weight, gate and up of the same columns where they are gated. It requests
-groups of both, of x and of all scales as many ahead as it has buffers. The first groups of weights are requested before
-the predecessor has ended, so that the memory is busy while that kernel ends and while x is rounded. In a step it waits
-for products alone: nothing is loaded from memory to registers.
+groups of both, of x and of the scales as many ahead as it has buffers. The first groups of weights are requested before
+the predecessor has ended, so that the memory is busy while that kernel ends. While the products of a step run, it
+rounds the group of x of the next.
 """
 
 # mypy: ignore-errors
@@ -25,20 +25,20 @@ from specdec_kernels.gluon_copies import request_copy
 from specdec_kernels.launch import launch
 from specdec_kernels.projection.configs import LinearConfig
 from specdec_kernels.projection.device import arrived, sum_of_splits, work_of
-from specdec_kernels.projection.rounding import rounded_rows
+from specdec_kernels.projection.rounding import rounded
 from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
 _GROUP = gl.constexpr(GROUP)
 _TILE = gl.constexpr(64)  # the M side of a product
 _WARPS = gl.constexpr(4)
 _COLUMNS = 2 * _TILE.value  # of a program
+_OF_X = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [_WARPS.value, 1], [1, 0]))
 
 
 class Operands(NamedTuple):
     """Where a program reads."""
 
-    x: Any  # [rows, K] codes
-    x_scale: Any  # [groups, rows]
+    x: Any  # [rows, K]
     first: Any  # the first row of the first tile of weights
     second: Any
     first_scale: Any  # of the groups of the first tile
@@ -54,19 +54,21 @@ class Ring(NamedTuple):
 
     weights: Any  # [2 * BUFFERS, 64, 128]: both tiles
     scales: Any  # [2 * BUFFERS, 1]: theirs
-    x: Any  # [BUFFERS, ROWS, 128]
-    x_scales: Any  # [BUFFERS, ROWS]
+    x: Any  # [BUFFERS, ROWS, 128], not rounded
+    codes: Any  # [2, ROWS, 128]: of this step and the next
+    x_scales: Any  # [2, ROWS]
 
 
 @gluon.jit
-def _ring(ROWS: gl.constexpr, BUFFERS: gl.constexpr):
+def _ring(X: gl.constexpr, ROWS: gl.constexpr, BUFFERS: gl.constexpr):
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Ring(
         gl.allocate_shared_memory(gl.float8e4nv, [2 * BUFFERS, _TILE, _GROUP], CODES),
         gl.allocate_shared_memory(gl.float32, [2 * BUFFERS, 1], SCALES),
-        gl.allocate_shared_memory(gl.float8e4nv, [BUFFERS, ROWS, _GROUP], CODES),
-        gl.allocate_shared_memory(gl.float32, [BUFFERS, ROWS], SCALES),
+        gl.allocate_shared_memory(X, [BUFFERS, ROWS, _GROUP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])),
+        gl.allocate_shared_memory(gl.float8e4nv, [2, ROWS, _GROUP], CODES),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], SCALES),
     )
 
 
@@ -89,21 +91,12 @@ def _ask_weights(of, ring, step, slot):
 
 @gluon.jit
 def _x_of(of, step, ROWS: gl.constexpr):
-    """Places of a group of x and of its scales, and the rows that are in use."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [_WARPS, 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
-    lane = gl.arange(0, _GROUP, gl.SliceLayout(0, LOAD))
+    """Places of a group of x, and which of them are in use."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, _OF_X))
+    lane = gl.arange(0, _GROUP, gl.SliceLayout(0, _OF_X))
     k = of.k_first + step * _GROUP
     here = (row < of.rows) & (k < of.k_end)
-    return of.x + row.to(gl.int64)[:, None] * of.K + (k + lane)[None, :], of.x_scale + k // _GROUP * of.rows + row, here
-
-
-@gluon.jit
-def _ask_x(of, ring, step, slot, ROWS: gl.constexpr):
-    """Request a group of x, and its scales."""
-    x, scales, here = _x_of(of, step, ROWS)
-    request_copy(ring.x.index(slot), x, mask=here[:, None])
-    request_copy(ring.x_scales.index(slot), scales, mask=here)
+    return of.x + row.to(gl.int64)[:, None] * of.K + (k + lane)[None, :], here[:, None]
 
 
 @gluon.jit
@@ -112,11 +105,18 @@ def _fetch_x(of, ring, ROWS: gl.constexpr, COUNT: gl.constexpr):
     for all before it."""
     loaded = ()
     for step in gl.static_range(COUNT):
-        x, scales, here = _x_of(of, step, ROWS)
-        loaded += (gl.load(x, mask=here[:, None], other=0.0), gl.load(scales, mask=here, other=0.0))
+        x, here = _x_of(of, step, ROWS)
+        loaded += (gl.load(x, mask=here, other=0.0),)
     for step in gl.static_range(COUNT):
-        ring.x.index(step).store(loaded[2 * step])
-        ring.x_scales.index(step).store(loaded[2 * step + 1])
+        ring.x.index(step).store(loaded[step])
+
+
+@gluon.jit
+def _round_x(ring, step, slot):
+    """The codes of a group of x, and their scales."""
+    wide, scale = rounded(ring.x.index(slot).load(_OF_X), 1)
+    ring.codes.index(step % 2).store(wide.to(gl.float8e4nv))
+    ring.x_scales.index(step % 2).store(scale)
 
 
 @gluon.jit
@@ -126,21 +126,26 @@ def _sums(of, ring, ROWS: gl.constexpr, BUFFERS: gl.constexpr):
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
     zeros = gl.full([_TILE, ROWS], 0.0, gl.float32, SUMS)
     one, two = zeros, zeros
+    tl.debug_barrier()  # the first groups of x are written
+    _round_x(ring, 0, 0)
     for step in range((of.k_end - of.k_first) // _GROUP):
         slot = step % BUFFERS
         async_copy.wait_group(BUFFERS - 2)
         fence_async_shared()
-        tl.debug_barrier()  # the group is written, and the products before have read theirs
-        codes = ring.x.index(slot).permute((1, 0))
+        tl.debug_barrier()  # the group and its codes are written, and the products before have read theirs
+        codes = ring.codes.index(step % 2).permute((1, 0))
         part_one = warpgroup_mma(ring.weights.index(2 * slot), codes, zeros, use_acc=False, is_async=True)
         part_two = warpgroup_mma(ring.weights.index(2 * slot + 1), codes, zeros, use_acc=False, is_async=True)
-        x_scale = ring.x_scales.index(slot).load(COLUMNS)[None, :]
+        x_scale = ring.x_scales.index(step % 2).load(COLUMNS)[None, :]
         scale_one = ring.scales.index(2 * slot).load(COLUMNS)[None, :]
         scale_two = ring.scales.index(2 * slot + 1).load(COLUMNS)[None, :]
         ahead = step + BUFFERS - 1
         _ask_weights(of, ring, ahead, ahead % BUFFERS)
-        _ask_x(of, ring, ahead, ahead % BUFFERS, ROWS)
+        # x is a step further ahead, because it is rounded before it is multiplied.
+        x, here = _x_of(of, ahead + 1, ROWS)
+        request_copy(ring.x.index(slot), x, mask=here)
         async_copy.commit_group()
+        _round_x(ring, step + 1, (step + 1) % BUFFERS)
         part_one, part_two = warpgroup_mma_wait(0, deps=[part_one, part_two])
         one = gl.fma(part_one * x_scale, zeros + scale_one, one)
         two = gl.fma(part_two * x_scale, zeros + scale_two, two)
@@ -172,8 +177,7 @@ def _write_tiles(out_ptr, bias_ptr, one, two, tile, OUTER, rows, GATED: gl.const
 
 @gluon.jit(do_not_specialize=["rows", "splits"])
 def _scaled_hopper_kernel(
-    x_ptr,  # [rows, K] float8
-    x_scale_ptr,  # [groups, rows] float32
+    x_ptr,  # [rows, K]
     weight_ptr,  # [OUTER, K] float8
     scale_ptr,  # [ceil(OUTER / GROUP_ROWS), groups] float32
     bias_ptr,  # [OUTER] or None
@@ -198,7 +202,6 @@ def _scaled_hopper_kernel(
     k_first = split * split_length
     of = Operands(
         x_ptr,
-        x_scale_ptr,
         weight_ptr + first.to(gl.int64) * K,
         weight_ptr + second.to(gl.int64) * K,
         scale_ptr + first // GROUP_ROWS * groups,
@@ -208,14 +211,14 @@ def _scaled_hopper_kernel(
         k_first,
         gl.minimum(K, k_first + split_length),
     )
-    ring = _ring(ROWS, BUFFERS)
+    ring = _ring(x_ptr.dtype.element_ty, ROWS, BUFFERS)
     # Before the wait: weights are constants, which no kernel writes.
     for step in gl.static_range(BUFFERS - 1):
         _ask_weights(of, ring, step, step)
         async_copy.commit_group()
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
-    _fetch_x(of, ring, ROWS, BUFFERS - 1)
+    _fetch_x(of, ring, ROWS, BUFFERS)
     one, two = _sums(of, ring, ROWS, BUFFERS)
     if ticket_ptr is None:
         out_ptr += split.to(gl.int64) * rows * OUTER
@@ -254,7 +257,7 @@ def launch_hopper(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     launch(
         _scaled_hopper_kernel,
         work.grid,
-        *(*rounded_rows(product.x), weight.codes.view(torch.float8_e4m3fn), weight.scales),
+        *(product.x, weight.codes.view(torch.float8_e4m3fn), weight.scales),
         *(bias, out, work.part, work.ticket),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
         num_warps=_WARPS.value,

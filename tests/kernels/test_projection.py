@@ -262,6 +262,25 @@ def test_a_weight_that_is_held_has_the_bits_of_one_that_is_not(weight: str, gate
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 17, 32])
+@pytest.mark.parametrize("outer, inner", [(6144, 4096), (4096, 4096), (4096, 12288), (192, 256)], ids=str)
+def test_weights_in_a_ring_give_the_bits_of_those_in_a_pipeline(outer: int, inner: int, rows: int) -> None:
+    """Also where the ring is longer than the split, and where programs of a tile add their sums."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the ring is for sm90")
+    inputs = linear_inputs(Maker.seeded("cuda", torch.bfloat16), rows, outer, inner)
+    config = linear_config("sm90", outer, inner, rows, 2)
+    bias = torch.randn(outer, device="cuda").bfloat16()
+    for shape, dtype in (((rows, outer), torch.bfloat16), ((config.splits, rows, outer), torch.float32)):
+        outs = []
+        for ring in (0, 3, config.ring):
+            outs.append(torch.full(shape, float("nan"), device="cuda", dtype=dtype))
+            added = bias if len(shape) == 2 else None
+            kernel.launch_linear(Product(**inputs), added, outs[-1], False, replace(config, ring=ring))
+        assert config.ring and torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
 def test_the_first_of_equal_columns_wins_across_tiles() -> None:
     """Columns of one value, in tiles of their own; and rows whose logits are all negative or all infinite."""
     inputs = argmax_inputs(Maker.seeded(DEVICE, DTYPE), 4, 1600, 16)
