@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,9 +23,11 @@ from specdec_kernels.projection.configs import LinearConfig
 from specdec_kernels.projection.device import arrived, sum_of_splits, work_of
 from specdec_kernels.projection.types import Product
 
-_STEP = gl.constexpr(128)  # inner elements
-_TILE = gl.constexpr(64)  # the M side of a product
-_WARPS = gl.constexpr(4)
+STEP = gl.constexpr(128)  # inner elements
+TILE = gl.constexpr(64)  # the M side of a product
+WARPS = gl.constexpr(4)
+OF_X = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [WARPS.value, 1], [1, 0]))
+"""Of a step of numbers of two bytes: sixteen bytes a thread."""
 
 
 class Operands(NamedTuple):
@@ -48,48 +49,47 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def _places(base, K, k, ROWS: gl.constexpr):
-    """[ROWS, 128] addresses of a step, and the row of each."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [_WARPS, 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
-    lane = gl.arange(0, _STEP, gl.SliceLayout(0, LOAD))
+def places(base, K, k, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """[ROWS, 128] addresses of a step of rows of K, and the row of each, [ROWS]."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    lane = gl.arange(0, STEP, gl.SliceLayout(0, LAYOUT))
     return base + row.to(gl.int64)[:, None] * K + (k + lane)[None, :], row
 
 
 @gluon.jit
-def _ask_weight(of, ring, step, slot):
-    k = of.k_first + step * _STEP
-    if k < of.k_end:
-        places, _ = _places(of.weight, of.K, k, _TILE)
-        request_copy(ring.weights.index(slot), places, eviction_policy="evict_first")
-
-
-@gluon.jit
-def _x_of(of, step, ROWS: gl.constexpr):
+def x_of(of, step, ROWS: gl.constexpr):
     """Places of a step of x, and which of them are in use."""
-    k = of.k_first + step * _STEP
-    places, row = _places(of.x, of.K, k, ROWS)
-    return places, ((row < of.rows) & (k < of.k_end))[:, None]
+    k = of.k_first + step * STEP
+    at, row = places(of.x, of.K, k, ROWS, OF_X)
+    return at, ((row < of.rows) & (k < of.k_end))[:, None]
 
 
 @gluon.jit
-def _fetch_x(of, ring, ROWS: gl.constexpr, COUNT: gl.constexpr):
+def fetch_x(of, ring, ROWS: gl.constexpr, COUNT: gl.constexpr):
     """The first steps of x, whose weights have been requested: through registers, because a wait for a request waits
     for all before it."""
     loaded = ()
     for step in gl.static_range(COUNT):
-        places, here = _x_of(of, step, ROWS)
-        loaded += (gl.load(places, mask=here, other=0.0),)
+        at, here = x_of(of, step, ROWS)
+        loaded += (gl.load(at, mask=here, other=0.0),)
     for step in gl.static_range(COUNT):
         ring.x.index(step).store(loaded[step])
 
 
 @gluon.jit
+def _ask_weight(of, ring, step, slot):
+    k = of.k_first + step * STEP
+    if k < of.k_end:
+        at, _ = places(of.weight, of.K, k, TILE, OF_X)
+        request_copy(ring.weights.index(slot), at, eviction_policy="evict_first")
+
+
+@gluon.jit
 def _sum(of, ring, ROWS: gl.constexpr, BUFFERS: gl.constexpr):
     """[64, ROWS] float32: the sum over a split."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, ROWS, 16])
-    acc = gl.full([_TILE, ROWS], 0.0, gl.float32, SUMS)
-    for step in range((of.k_end - of.k_first) // _STEP):
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    acc = gl.full([TILE, ROWS], 0.0, gl.float32, SUMS)
+    for step in range((of.k_end - of.k_first) // STEP):
         slot = step % BUFFERS
         async_copy.wait_group(BUFFERS - 2)
         fence_async_shared()
@@ -97,22 +97,30 @@ def _sum(of, ring, ROWS: gl.constexpr, BUFFERS: gl.constexpr):
         acc = warpgroup_mma(ring.weights.index(slot), ring.x.index(slot).permute((1, 0)), acc, is_async=True)
         ahead = step + BUFFERS - 1
         _ask_weight(of, ring, ahead, ahead % BUFFERS)
-        places, here = _x_of(of, ahead, ROWS)
-        request_copy(ring.x.index(ahead % BUFFERS), places, mask=here)
+        at, here = x_of(of, ahead, ROWS)
+        request_copy(ring.x.index(ahead % BUFFERS), at, mask=here)
         async_copy.commit_group()
         acc = warpgroup_mma_wait(0, deps=[acc])
     return acc
 
 
 @gluon.jit
-def _write(out_ptr, bias_ptr, acc, first, OUTER, rows):
-    """[64, ROWS] to rows of OUTER columns from column `first` on."""
-    column = first + gl.arange(0, _TILE, gl.SliceLayout(1, acc.type.layout))
-    row = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+def write(out_ptr, bias_ptr, sums, first, width, rows):
+    """[64, ROWS] to rows of `width` columns from column `first` on."""
+    column = first + gl.arange(0, TILE, gl.SliceLayout(1, sums.type.layout))
+    row = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
     if bias_ptr is not None:
-        acc += gl.load(bias_ptr + column).to(gl.float32)[:, None]
-    at = out_ptr + row.to(gl.int64)[None, :] * OUTER + column[:, None]
-    gl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(row < rows)[None, :])
+        sums += gl.load(bias_ptr + column).to(gl.float32)[:, None]
+    at = out_ptr + row.to(gl.int64)[None, :] * width + column[:, None]
+    gl.store(at, sums.to(out_ptr.dtype.element_ty), mask=(row < rows)[None, :])
+
+
+@gluon.jit
+def place_of_split(part_ptr, tile, splits, sums, SIZE: gl.constexpr):
+    """Addresses of the first partial sum, [64, ROWS] as `sums`, of a tile whose splits are SIZE numbers apart."""
+    row = gl.arange(0, TILE, gl.SliceLayout(1, sums.type.layout))
+    lane = row[:, None] * sums.shape[1] + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))[None, :]
+    return part_ptr + tile.to(gl.int64) * splits * SIZE + lane
 
 
 @gluon.jit(do_not_specialize=["rows", "splits"])
@@ -134,41 +142,39 @@ def _linear_hopper_kernel(
     tile = gl.program_id(1)
     split = gl.program_id(2)
     k_first = split * split_length
-    weight_ptr += (tile * _TILE).to(gl.int64) * K
+    weight_ptr += (tile * TILE).to(gl.int64) * K
     of = Operands(x_ptr, weight_ptr, rows, K, k_first, gl.minimum(K, k_first + split_length))
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     ring = Ring(
-        gl.allocate_shared_memory(dtype, [BUFFERS, _TILE, _STEP], SHARED),
-        gl.allocate_shared_memory(dtype, [BUFFERS, ROWS, _STEP], SHARED),
+        gl.allocate_shared_memory(dtype, [BUFFERS, TILE, STEP], SHARED),
+        gl.allocate_shared_memory(dtype, [BUFFERS, ROWS, STEP], SHARED),
     )
     # Before the wait: weights are constants, which no kernel writes.
     for step in gl.static_range(BUFFERS - 1):
         _ask_weight(of, ring, step, step)
         async_copy.commit_group()
     tl.extra.cuda.gdc_wait()
-    _fetch_x(of, ring, ROWS, BUFFERS - 1)
+    fetch_x(of, ring, ROWS, BUFFERS - 1)
     acc = _sum(of, ring, ROWS, BUFFERS)
     tl.extra.cuda.gdc_launch_dependents()
     if ticket_ptr is None:
-        _write(out_ptr + split.to(gl.int64) * rows * OUTER, bias_ptr, acc, tile * _TILE, OUTER, rows)
+        write(out_ptr + split.to(gl.int64) * rows * OUTER, bias_ptr, acc, tile * TILE, OUTER, rows)
     else:
-        SIZE: gl.constexpr = _TILE * ROWS
-        row = gl.arange(0, _TILE, gl.SliceLayout(1, acc.type.layout))
-        lane = row[:, None] * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, acc.type.layout))[None, :]
-        place = part_ptr + tile.to(gl.int64) * splits * SIZE + lane
+        SIZE: gl.constexpr = TILE * ROWS
+        place = place_of_split(part_ptr, tile, splits, acc, SIZE)
         gl.store(place + split * SIZE, acc)
         if arrived(ticket_ptr + tile, splits):
             acc = sum_of_splits(place, splits, SIZE)
             gl.store(ticket_ptr + tile, 0)
-            _write(out_ptr, bias_ptr, acc, tile * _TILE, OUTER, rows)
+            write(out_ptr, bias_ptr, acc, tile * TILE, OUTER, rows)
 
 
 def takes(product: Product, config: LinearConfig, is_gated: bool) -> bool:
     """Whether the product has whole tiles and steps of the kernel."""
     outer, inner = product.weight.shape
     fits = product.rows <= config.rows and not config.in_order and not is_gated
-    return fits and inner % _STEP.value == 0 and outer % _TILE.value == 0
+    return fits and inner % STEP.value == 0 and outer % TILE.value == 0
 
 
 def launch_hopper(product: Product, bias: Tensor | None, out: Tensor, config: LinearConfig) -> None:
@@ -180,7 +186,7 @@ def launch_hopper(product: Product, bias: Tensor | None, out: Tensor, config: Li
         work.grid,
         *(product.x, product.weight, bias, out, work.part, work.ticket),
         *(product.rows, outer, inner, config.splits, config.split_length(inner)),
-        num_warps=_WARPS.value,
+        num_warps=WARPS.value,
         ROWS=config.rows,
         BUFFERS=config.ring,
         launch_pdl=True,
