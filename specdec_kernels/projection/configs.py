@@ -45,7 +45,7 @@ _TILES_OF_ROUNDED = {16: (128, 8, 6), 32: (128, 4, 4), 64: (64, 4, 4)}
 _BOUND_BY_CODES = {False: (64, 4, 4), True: (128, 8, 4)}
 # Groups of weights in flight by the rows of a program, of which two fit a processor, or one where few tiles have splits
 # of many groups. More rows gain nothing.
-_RING, _LONG_RING = {16: 6, 32: 4}, {16: 12, 32: 6}
+_RING, _LONG_RING = {16: 5, 32: 4}, {16: 10, 32: 8}
 _RING_OF_FEW_TILES = {16: 10, 32: 8}
 _MOST_ROWS_OF_CODES, _MOST_ROWS_OF_FLOAT32_CODES = 64, 32
 ROUNDED_APART_ROWS = 16
