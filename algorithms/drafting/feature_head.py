@@ -89,7 +89,7 @@ class FeatureHead(FusableModel):
         return self.decoder.vocab_size
 
     def warmup(self, rows: int) -> None:
-        weight = next(self.parameters())
+        weight = self.target.model.embed_tokens.weight
         hidden = weight.new_zeros(1, rows, self.target.config.hidden_size)
         tokens = torch.zeros(1, rows, dtype=torch.int64, device=weight.device)
         feature = self.fuse(self.gather([hidden] * len(self.target_layers), tokens), hidden)

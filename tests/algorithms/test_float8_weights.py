@@ -95,6 +95,7 @@ def test_drafters_have_the_weights_that_were_asked_for(tmp_path: Path, weight_dt
         "eagle3": load_eagle(tmp_path / "eagle3", target, "cpu", torch.float32, "EAGLE-3"),
     }
     for name, drafter in drafters.items():
+        drafter.warmup(2)
         scaled = {f"{at}.weight": part for at, part in drafter.named_modules() if isinstance(part, ScaledLinear)}
         projections = {key for key in written[name] if key.endswith(("_proj.weight", "fc.weight", "lm_head.weight"))}
         assert set(scaled) == (set() if weight_dtype == "auto" else projections)
