@@ -26,7 +26,7 @@ from specdec_kernels.projection.types import Product
 STEP = gl.constexpr(128)  # inner elements
 TILE = gl.constexpr(64)  # the M side of a product
 WARPS = gl.constexpr(4)
-OF_X = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [WARPS.value, 1], [1, 0]))
+_OF_X = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [WARPS.value, 1], [1, 0]))
 """Of a step of numbers of two bytes: sixteen bytes a thread."""
 
 
@@ -57,20 +57,20 @@ def places(base, K, k, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def x_of(of, step, ROWS: gl.constexpr):
+def _x_of(of, step, ROWS: gl.constexpr):
     """Places of a step of x, and which of them are in use."""
     k = of.k_first + step * STEP
-    at, row = places(of.x, of.K, k, ROWS, OF_X)
+    at, row = places(of.x, of.K, k, ROWS, _OF_X)
     return at, ((row < of.rows) & (k < of.k_end))[:, None]
 
 
 @gluon.jit
-def fetch_x(of, ring, ROWS: gl.constexpr, COUNT: gl.constexpr):
+def _fetch_x(of, ring, ROWS: gl.constexpr, COUNT: gl.constexpr):
     """The first steps of x, whose weights have been requested: through registers, because a wait for a request waits
     for all before it."""
     loaded = ()
     for step in gl.static_range(COUNT):
-        at, here = x_of(of, step, ROWS)
+        at, here = _x_of(of, step, ROWS)
         loaded += (gl.load(at, mask=here, other=0.0),)
     for step in gl.static_range(COUNT):
         ring.x.index(step).store(loaded[step])
@@ -80,7 +80,7 @@ def fetch_x(of, ring, ROWS: gl.constexpr, COUNT: gl.constexpr):
 def _ask_weight(of, ring, step, slot):
     k = of.k_first + step * STEP
     if k < of.k_end:
-        at, _ = places(of.weight, of.K, k, TILE, OF_X)
+        at, _ = places(of.weight, of.K, k, TILE, _OF_X)
         request_copy(ring.weights.index(slot), at, eviction_policy="evict_first")
 
 
@@ -97,7 +97,7 @@ def _sum(of, ring, ROWS: gl.constexpr, BUFFERS: gl.constexpr):
         acc = warpgroup_mma(ring.weights.index(slot), ring.x.index(slot).permute((1, 0)), acc, is_async=True)
         ahead = step + BUFFERS - 1
         _ask_weight(of, ring, ahead, ahead % BUFFERS)
-        at, here = x_of(of, ahead, ROWS)
+        at, here = _x_of(of, ahead, ROWS)
         request_copy(ring.x.index(ahead % BUFFERS), at, mask=here)
         async_copy.commit_group()
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -155,7 +155,7 @@ def _linear_hopper_kernel(
         _ask_weight(of, ring, step, step)
         async_copy.commit_group()
     tl.extra.cuda.gdc_wait()
-    fetch_x(of, ring, ROWS, BUFFERS - 1)
+    _fetch_x(of, ring, ROWS, BUFFERS - 1)
     acc = _sum(of, ring, ROWS, BUFFERS)
     tl.extra.cuda.gdc_launch_dependents()
     if ticket_ptr is None:

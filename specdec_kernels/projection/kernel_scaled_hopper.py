@@ -1,9 +1,9 @@
 """`kernel_scaled` for chips with warp-group products (sm90) where x is rounded to codes, in Gluon: the same sums.
 
 A program has two tiles of 64 rows of the weight, gate and up of the same columns where they are gated. It requests
-groups of both, of x and of the scales as many ahead as it has buffers. The first groups of weights are requested before
-the predecessor has ended, so that the memory is busy while that kernel ends. While the products of a step run, it
-rounds the group of x of the next.
+groups of both, of x and of all scales as many ahead as it has buffers. The first groups of weights are requested before
+the predecessor has ended, so that the memory is busy while that kernel ends and while x is rounded. In a step it waits
+for products alone: nothing is loaded from memory to registers.
 """
 
 # mypy: ignore-errors
@@ -25,27 +25,20 @@ from specdec_kernels.gluon_copies import request_copy
 from specdec_kernels.launch import launch
 from specdec_kernels.projection.configs import LinearConfig
 from specdec_kernels.projection.device import arrived, sum_of_splits, work_of
-from specdec_kernels.projection.kernel_hopper import (
-    OF_X,
-    STEP,
-    TILE,
-    WARPS,
-    fetch_x,
-    place_of_split,
-    places,
-    write,
-    x_of,
-)
-from specdec_kernels.projection.rounding import rounded
+from specdec_kernels.projection.kernel_hopper import STEP, TILE, WARPS, place_of_split, places, write
+from specdec_kernels.projection.rounding import rounded_rows
 from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
 _COLUMNS = 2 * TILE.value  # of a program
+_OF_CODES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [WARPS.value, 1], [1, 0]))
+"""Of a group of codes: sixteen bytes a thread."""
 
 
 class Operands(NamedTuple):
     """Where a program reads."""
 
-    x: Any  # [rows, K]
+    x: Any  # [rows, K] codes
+    x_scale: Any  # [groups, rows]
     first: Any  # the first row of the first tile of weights
     second: Any
     first_scale: Any  # of the groups of the first tile
@@ -61,33 +54,30 @@ class Ring(NamedTuple):
 
     weights: Any  # [2 * BUFFERS, 64, 128]: both tiles
     scales: Any  # [2 * BUFFERS, 1]: theirs
-    x: Any  # [BUFFERS, ROWS, 128], not rounded
-    codes: Any  # [2, ROWS, 128]: of this step and the next
-    x_scales: Any  # [2, ROWS]
+    x: Any  # [BUFFERS, ROWS, 128]
+    x_scales: Any  # [BUFFERS, ROWS]
 
 
 @gluon.jit
-def _ring(X: gl.constexpr, ROWS: gl.constexpr, BUFFERS: gl.constexpr):
+def _ring(ROWS: gl.constexpr, BUFFERS: gl.constexpr):
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Ring(
         gl.allocate_shared_memory(gl.float8e4nv, [2 * BUFFERS, TILE, STEP], CODES),
         gl.allocate_shared_memory(gl.float32, [2 * BUFFERS, 1], SCALES),
-        gl.allocate_shared_memory(X, [BUFFERS, ROWS, STEP], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])),
-        gl.allocate_shared_memory(gl.float8e4nv, [2, ROWS, STEP], CODES),
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], SCALES),
+        gl.allocate_shared_memory(gl.float8e4nv, [BUFFERS, ROWS, STEP], CODES),
+        gl.allocate_shared_memory(gl.float32, [BUFFERS, ROWS], SCALES),
     )
 
 
 @gluon.jit
 def _ask_weights(of, ring, step, slot):
     """Request both tiles of a group, and their scales."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     k = of.k_first + step * STEP
     if k < of.k_end:
-        first, _ = places(of.first, of.K, k, TILE, LOAD)
-        second, _ = places(of.second, of.K, k, TILE, LOAD)
+        first, _ = places(of.first, of.K, k, TILE, _OF_CODES)
+        second, _ = places(of.second, of.K, k, TILE, _OF_CODES)
         request_copy(ring.weights.index(2 * slot), first, eviction_policy="evict_first")
         request_copy(ring.weights.index(2 * slot + 1), second, eviction_policy="evict_first")
         group = k // STEP + gl.arange(0, 1, ONE)
@@ -96,11 +86,32 @@ def _ask_weights(of, ring, step, slot):
 
 
 @gluon.jit
-def _round_x(ring, step, slot):
-    """The codes of a group of x, and their scales."""
-    wide, scale = rounded(ring.x.index(slot).load(OF_X), 1)
-    ring.codes.index(step % 2).store(wide.to(gl.float8e4nv))
-    ring.x_scales.index(step % 2).store(scale)
+def _x_of(of, step, ROWS: gl.constexpr):
+    """Places of a group of x and of its scales, and the rows that are in use."""
+    k = of.k_first + step * STEP
+    x, row = places(of.x, of.K, k, ROWS, _OF_CODES)
+    return x, of.x_scale + k // STEP * of.rows + row, (row < of.rows) & (k < of.k_end)
+
+
+@gluon.jit
+def _ask_x(of, ring, step, slot, ROWS: gl.constexpr):
+    """Request a group of x, and its scales."""
+    x, scales, here = _x_of(of, step, ROWS)
+    request_copy(ring.x.index(slot), x, mask=here[:, None])
+    request_copy(ring.x_scales.index(slot), scales, mask=here)
+
+
+@gluon.jit
+def _fetch_x(of, ring, ROWS: gl.constexpr, COUNT: gl.constexpr):
+    """The first groups of x, whose weights have been requested: through registers, because a wait for a request waits
+    for all before it."""
+    loaded = ()
+    for step in gl.static_range(COUNT):
+        x, scales, here = _x_of(of, step, ROWS)
+        loaded += (gl.load(x, mask=here[:, None], other=0.0), gl.load(scales, mask=here, other=0.0))
+    for step in gl.static_range(COUNT):
+        ring.x.index(step).store(loaded[2 * step])
+        ring.x_scales.index(step).store(loaded[2 * step + 1])
 
 
 @gluon.jit
@@ -110,26 +121,21 @@ def _sums(of, ring, ROWS: gl.constexpr, BUFFERS: gl.constexpr):
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
     zeros = gl.full([TILE, ROWS], 0.0, gl.float32, SUMS)
     one, two = zeros, zeros
-    tl.debug_barrier()  # the first groups of x are written
-    _round_x(ring, 0, 0)
     for step in range((of.k_end - of.k_first) // STEP):
         slot = step % BUFFERS
         async_copy.wait_group(BUFFERS - 2)
         fence_async_shared()
-        tl.debug_barrier()  # the group and its codes are written, and the products before have read theirs
-        codes = ring.codes.index(step % 2).permute((1, 0))
+        tl.debug_barrier()  # the group is written, and the products before have read theirs
+        codes = ring.x.index(slot).permute((1, 0))
         part_one = warpgroup_mma(ring.weights.index(2 * slot), codes, zeros, use_acc=False, is_async=True)
         part_two = warpgroup_mma(ring.weights.index(2 * slot + 1), codes, zeros, use_acc=False, is_async=True)
-        x_scale = ring.x_scales.index(step % 2).load(COLUMNS)[None, :]
+        x_scale = ring.x_scales.index(slot).load(COLUMNS)[None, :]
         scale_one = ring.scales.index(2 * slot).load(COLUMNS)[None, :]
         scale_two = ring.scales.index(2 * slot + 1).load(COLUMNS)[None, :]
         ahead = step + BUFFERS - 1
         _ask_weights(of, ring, ahead, ahead % BUFFERS)
-        # x is a step further ahead, because it is rounded before it is multiplied.
-        x, here = x_of(of, ahead + 1, ROWS)
-        request_copy(ring.x.index(slot), x, mask=here)
+        _ask_x(of, ring, ahead, ahead % BUFFERS, ROWS)
         async_copy.commit_group()
-        _round_x(ring, step + 1, (step + 1) % BUFFERS)
         part_one, part_two = warpgroup_mma_wait(0, deps=[part_one, part_two])
         one = gl.fma(part_one * x_scale, zeros + scale_one, one)
         two = gl.fma(part_two * x_scale, zeros + scale_two, two)
@@ -150,7 +156,8 @@ def _write_tiles(out_ptr, bias_ptr, one, two, tile, OUTER, rows, GATED: gl.const
 
 @gluon.jit(do_not_specialize=["rows", "splits"])
 def _scaled_hopper_kernel(
-    x_ptr,  # [rows, K]
+    x_ptr,  # [rows, K] float8
+    x_scale_ptr,  # [groups, rows] float32
     weight_ptr,  # [OUTER, K] float8
     scale_ptr,  # [ceil(OUTER / GROUP_ROWS), groups] float32
     bias_ptr,  # [OUTER] or None
@@ -175,6 +182,7 @@ def _scaled_hopper_kernel(
     k_first = split * split_length
     of = Operands(
         x_ptr,
+        x_scale_ptr,
         weight_ptr + first.to(gl.int64) * K,
         weight_ptr + second.to(gl.int64) * K,
         scale_ptr + first // GROUP_ROWS * groups,
@@ -184,14 +192,14 @@ def _scaled_hopper_kernel(
         k_first,
         gl.minimum(K, k_first + split_length),
     )
-    ring = _ring(x_ptr.dtype.element_ty, ROWS, BUFFERS)
+    ring = _ring(ROWS, BUFFERS)
     # Before the wait: weights are constants, which no kernel writes.
     for step in gl.static_range(BUFFERS - 1):
         _ask_weights(of, ring, step, step)
         async_copy.commit_group()
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
-    fetch_x(of, ring, ROWS, BUFFERS)
+    _fetch_x(of, ring, ROWS, BUFFERS - 1)
     one, two = _sums(of, ring, ROWS, BUFFERS)
     if ticket_ptr is None:
         out_ptr += split.to(gl.int64) * rows * OUTER
@@ -228,7 +236,7 @@ def launch_hopper(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     launch(
         _scaled_hopper_kernel,
         work.grid,
-        *(product.x, weight.codes.view(torch.float8_e4m3fn), weight.scales),
+        *(*rounded_rows(product.x), weight.codes.view(torch.float8_e4m3fn), weight.scales),
         *(bias, out, work.part, work.ticket),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
         num_warps=WARPS.value,
