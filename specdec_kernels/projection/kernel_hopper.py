@@ -171,10 +171,11 @@ def _linear_hopper_kernel(
 
 
 def takes(product: Product, config: LinearConfig, is_gated: bool) -> bool:
-    """Whether the product has whole tiles and steps of the kernel."""
+    """Whether the product has whole tiles and steps of the kernel, which are copied by sixteen bytes."""
     outer, inner = product.weight.shape
     fits = product.rows <= config.rows and not config.in_order and not is_gated
-    return fits and inner % STEP.value == 0 and outer % TILE.value == 0
+    aligned = product.x.data_ptr() % 16 == product.plain.data_ptr() % 16 == 0
+    return fits and aligned and inner % STEP.value == 0 and outer % TILE.value == 0
 
 
 def launch_hopper(product: Product, bias: Tensor | None, out: Tensor, config: LinearConfig) -> None:

@@ -282,6 +282,14 @@ def test_weights_in_a_ring_give_the_bits_of_those_in_a_pipeline(outer: int, inne
         assert config.ring and torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
+@pytest.mark.gpu
+def test_rows_that_begin_between_two_copies_have_the_same_bits() -> None:
+    """The ring copies sixteen bytes at once."""
+    inputs = linear_inputs(Maker.seeded("cuda", torch.bfloat16), 3, 4096, 4096)
+    shifted = torch.empty(3 * 4096 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(3, 4096)
+    assert torch.equal(linear(shifted.copy_(inputs["x"]), inputs["weight"]), linear(**inputs))
+
+
 def test_the_first_of_equal_columns_wins_across_tiles() -> None:
     """Columns of one value, in tiles of their own; and rows whose logits are all negative or all infinite."""
     inputs = argmax_inputs(Maker.seeded(DEVICE, DTYPE), 4, 1600, 16)
