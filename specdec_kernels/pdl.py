@@ -6,6 +6,8 @@ ended, and wait on the device for its results. The rules:
 - Every kernel waits. A kernel that has passed its wait knows that all earlier kernels of the stream have ended.
 - A kernel waits before its first store, and before its first load of anything that an earlier kernel may have written.
 - Constants that no kernel writes, such as weights, may be loaded before the wait.
+- Norms and merges call `launch_dependents` before they wait: they are small, and what follows them loads constants
+alone before its own wait, weights as far as its buffers reach.
 - A kernel that always follows a kernel of its own family may load, before its wait, what no kernel of that family
 writes, if the predecessor waits before it calls `launch_dependents`: all kernels before the pair have then ended.
 """

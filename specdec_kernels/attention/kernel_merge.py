@@ -85,8 +85,8 @@ def _merge_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
-    wait_for_predecessor(PDL)
     launch_dependents(PDL)
+    wait_for_predecessor(PDL)
     for first in tl.range(0, live, UNROLL):
         # A tile per split instead of one tile of all: sums over splits stay inside a thread. All tiles are loaded
         # before any weight is computed, because weights change their layout through barriers that loads do not pass.

@@ -58,8 +58,8 @@ def _norm_kernel(
     inside = dims < D
     # Loaded before the wait: weights are constants, which no kernel writes.
     weight = tl.load(weight_ptr + dims, mask=inside, other=0.0)
-    wait_for_predecessor(PDL)
     launch_dependents(PDL)
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     if PARTS:
         total = tl.load(x_ptr + row * D + dims, mask=inside, other=0.0)
@@ -102,8 +102,8 @@ def _join_kernel(
     of_feature = tl.program_id(1) == 1
     # Loaded before the wait: weights are constants, which no kernel writes.
     weight = tl.load(tl.where(of_feature, feature_weight_ptr, weight_ptr) + dims, mask=inside, other=0.0)
-    wait_for_predecessor(PDL)
     launch_dependents(PDL)
+    wait_for_predecessor(PDL)
     if of_feature:
         if sources_ptr is None:
             x = tl.load(feature_ptr + row * D + dims, mask=inside, other=0.0)

@@ -230,6 +230,7 @@ CASES = (
     _gated("gated_small", "several tiles, several splits", 3, 3072, 576),
     _gated("gated_65_rows", "rows that go to torch and the activation kernel", 65, 48, 64),
     _gated("gated_1_shipped", "registers of the split tile", 1, 24576, 4096, gate=True, tags=_LARGE),
+    _linear("linear_resident_rows_shipped", "the same beside more rows", 20, 17024, 256, gate=True, tags=_LARGE),
     _linear("linear_resident_shipped", "registers of a resident weight", 1, 3072, 4096, gate=True, tags=_LARGE),
     _gated("gated_pairs_shipped", "two programs a processor", 16, 12288, 4096, gate=True, tags=_LARGE),
     _gated("gated_128_shipped", "the same at 128 rows", 128, 24576, 4096, gate=True, tags=_LARGE, batch_invariant=True),

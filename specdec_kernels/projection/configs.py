@@ -21,8 +21,7 @@ _SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx9
 _COLUMNS = 64  # the M side of the tensor core
 _SHORTEST_SPLIT, _SHORTEST_OF_PAIRS = 512, {"sm90": 1024}
 _EVENER = 0.1
-_RESIDENT_ROWS = 16  # of a program that holds weights
-_RESIDENT_OF_MANY, _RESIDENT_OF_CUT_PAIRS = 128, 512
+_RESIDENT_OF_MANY, _RESIDENT_OF_CUT_PAIRS = {16: 128, 32: 128}, {16: 512}  # by the rows of a program
 _FLOAT32_SPLIT = 128  # inner elements that are added one by one in float32, which has no tensor core
 
 _CUT_STEP = 128  # a multiple of every block_k of the table, so that the cut is the same for every tile
@@ -30,6 +29,9 @@ _CUT_STEP = 128  # a multiple of every block_k of the table, so that the cut is 
 _FEW_TILES = {16: (64, 128, 4, 6), 32: (64, 128, 4, 4), 64: (64, 128, 4, 4), 128: (64, 128, 4, 4)}
 _PAIRS_OF_TILES = {16: (64, 128, 4, 4), 32: (64, 128, 4, 4), 64: (64, 64, 4, 4), 128: (64, 64, 4, 3)}
 _MANY_TILES = {16: (64, 128, 4, 3), 32: (64, 128, 4, 3), 64: (64, 64, 4, 4), 128: (64, 64, 4, 3)}
+# Steps of a weight with few tiles that a program of `kernel_hopper` has in flight, by its rows: of cut weights, and of
+# others. They take more than half of a processor's shared memory, so that the programs spread over all processors.
+_RING_OF_CUT, _RING_OF_WHOLE = {16: 10, 32: 5}, {16: 6, 32: 5}
 # For an inner dimension that is not a multiple of _CUT_STEP, such as 576: steps without a mask.
 _ODD_INNER = (64, 64, 4, 6)
 # More rows than one program takes are bound by arithmetic, and twice the columns halve what is loaded for it. Other
@@ -56,8 +58,8 @@ class LinearConfig:
     """columns: weight rows of one program. block_k: inner elements a step. splits: programs that share a column tile,
     each with its part of the inner dimension. rows: rows of x a program takes at once. in_order: one program takes all
     splits of a tile. resident: inner elements of its weights, the last of its split, that a program loads into
-    registers before it waits for its predecessor; 0 for none. ring: groups of a float8 weight that a program of
-    `kernel_scaled_hopper` has in flight; 0 where `kernel_scaled` computes."""
+    registers before it waits for its predecessor; 0 for none. ring: steps of its weights that a program of
+    `kernel_hopper` or `kernel_scaled_hopper` has in flight; 0 where a pipelined kernel computes."""
 
     columns: int
     block_k: int
@@ -94,7 +96,7 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
     tiles = -(-outer // _COLUMNS)
     cut = _splits(inner, min(_programs_a_tile(chip, tiles, inner), inner // _SHORTEST_SPLIT), _CUT_STEP)
     columns, block_k, warps, stages = _table(tiles * cut, chip)[block] if inner % _CUT_STEP == 0 else _ODD_INNER
-    resident = _resident(chip, tiles * cut, cut) if block == _RESIDENT_ROWS and inner % _CUT_STEP == 0 else 0
+    resident = _resident(chip, tiles * cut, cut, block) if inner % _CUT_STEP == 0 else 0
     if chip != "sm90" and block == _MOST_ROWS:
         warps = 8
     if many and chip in _BOUND_BY_ARITHMETIC:
@@ -103,7 +105,10 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
         many = -(-rows // block) * -(-outer // wide[0]) >= _PROCESSORS[chip]
         columns, block_k, warps, stages = wide if many else (columns, block_k, warps, stages)
     fitting = _SHARED_BYTES[chip] // ((columns + block) * block_k * element_bytes)
-    found = LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1, resident)
+    few = chip == "sm90" and tiles * cut <= _PROCESSORS[chip]
+    ring = (_RING_OF_CUT if cut > 1 else _RING_OF_WHOLE).get(block, 0) if few else 0
+    stages = max(2, min(stages, fitting))
+    found = LinearConfig(columns, block_k, cut, warps, stages, block, many and cut > 1, resident, ring)
     shortest = inner - (cut - 1) * found.split_length(inner)
     return found if resident <= shortest else replace(found, resident=0)
 
@@ -151,14 +156,14 @@ def _programs_a_tile(chip: str, tiles: int, inner: int) -> int:
     return two if is_evener and inner // two >= _SHORTEST_OF_PAIRS.get(chip, 0) else one
 
 
-def _resident(chip: str, programs: int, cut: int) -> int:
+def _resident(chip: str, programs: int, cut: int, rows: int) -> int:
     """Inner elements whose weights are resident in registers. Other weights gain nothing: the early loads delay the
     predecessor by as much."""
     if chip != "sm90" or programs <= _PROCESSORS[chip]:
         return 0
     if programs > 2 * _PROCESSORS[chip]:
-        return _RESIDENT_OF_MANY
-    return _RESIDENT_OF_CUT_PAIRS if cut > 1 else 0
+        return _RESIDENT_OF_MANY.get(rows, 0)
+    return _RESIDENT_OF_CUT_PAIRS.get(rows, 0) if cut > 1 else 0
 
 
 def _table(programs: int, chip: str) -> dict[int, tuple[int, int, int, int]]:

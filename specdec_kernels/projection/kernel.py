@@ -32,7 +32,7 @@ from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.norm import kernel as norm
 from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
-from specdec_kernels.projection import kernel_scaled, reference
+from specdec_kernels.projection import kernel_hopper, kernel_scaled, reference
 from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
 from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
 from specdec_kernels.projection.kernel_library import has_the_bits, products_of_splits
@@ -236,6 +236,9 @@ def launch_linear(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     """Write the product to `out` under a given config, or its partial sums where `out` has one more dimension."""
     if isinstance(product.weight, ScaledWeight):
         kernel_scaled.launch_scaled(product, bias, out, is_gated, config)
+        return
+    if config.ring and kernel_hopper.takes(product, config, is_gated):
+        kernel_hopper.launch_hopper(product, bias, out, config)
         return
     x, weight, rows = product.x, product.weight, product.rows
     outer, inner = weight.shape

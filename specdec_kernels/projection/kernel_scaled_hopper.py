@@ -25,13 +25,13 @@ from specdec_kernels.gluon_copies import request_copy
 from specdec_kernels.launch import launch
 from specdec_kernels.projection.configs import LinearConfig
 from specdec_kernels.projection.device import arrived, sum_of_splits, work_of
+from specdec_kernels.projection.kernel_hopper import STEP, TILE, WARPS, place_of_split, places, write
 from specdec_kernels.projection.rounding import rounded_rows
 from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
-_GROUP = gl.constexpr(GROUP)
-_TILE = gl.constexpr(64)  # the M side of a product
-_WARPS = gl.constexpr(4)
-_COLUMNS = 2 * _TILE.value  # of a program
+_COLUMNS = 2 * TILE.value  # of a program
+_OF_CODES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [WARPS.value, 1], [1, 0]))
+"""Of a group of codes: sixteen bytes a thread."""
 
 
 class Operands(NamedTuple):
@@ -63,9 +63,9 @@ def _ring(ROWS: gl.constexpr, BUFFERS: gl.constexpr):
     CODES: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Ring(
-        gl.allocate_shared_memory(gl.float8e4nv, [2 * BUFFERS, _TILE, _GROUP], CODES),
+        gl.allocate_shared_memory(gl.float8e4nv, [2 * BUFFERS, TILE, STEP], CODES),
         gl.allocate_shared_memory(gl.float32, [2 * BUFFERS, 1], SCALES),
-        gl.allocate_shared_memory(gl.float8e4nv, [BUFFERS, ROWS, _GROUP], CODES),
+        gl.allocate_shared_memory(gl.float8e4nv, [BUFFERS, ROWS, STEP], CODES),
         gl.allocate_shared_memory(gl.float32, [BUFFERS, ROWS], SCALES),
     )
 
@@ -73,16 +73,14 @@ def _ring(ROWS: gl.constexpr, BUFFERS: gl.constexpr):
 @gluon.jit
 def _ask_weights(of, ring, step, slot):
     """Request both tiles of a group, and their scales."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [_WARPS, 1], [1, 0])
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
-    k = of.k_first + step * _GROUP
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    k = of.k_first + step * STEP
     if k < of.k_end:
-        row = gl.arange(0, _TILE, gl.SliceLayout(1, LOAD))
-        lane = gl.arange(0, _GROUP, gl.SliceLayout(0, LOAD))
-        offsets = row.to(gl.int64)[:, None] * of.K + (k + lane)[None, :]
-        request_copy(ring.weights.index(2 * slot), of.first + offsets, eviction_policy="evict_first")
-        request_copy(ring.weights.index(2 * slot + 1), of.second + offsets, eviction_policy="evict_first")
-        group = k // _GROUP + gl.arange(0, 1, ONE)
+        first, _ = places(of.first, of.K, k, TILE, _OF_CODES)
+        second, _ = places(of.second, of.K, k, TILE, _OF_CODES)
+        request_copy(ring.weights.index(2 * slot), first, eviction_policy="evict_first")
+        request_copy(ring.weights.index(2 * slot + 1), second, eviction_policy="evict_first")
+        group = k // STEP + gl.arange(0, 1, ONE)
         request_copy(ring.scales.index(2 * slot), of.first_scale + group)
         request_copy(ring.scales.index(2 * slot + 1), of.second_scale + group)
 
@@ -90,12 +88,9 @@ def _ask_weights(of, ring, step, slot):
 @gluon.jit
 def _x_of(of, step, ROWS: gl.constexpr):
     """Places of a group of x and of its scales, and the rows that are in use."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [_WARPS, 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
-    lane = gl.arange(0, _GROUP, gl.SliceLayout(0, LOAD))
-    k = of.k_first + step * _GROUP
-    here = (row < of.rows) & (k < of.k_end)
-    return of.x + row.to(gl.int64)[:, None] * of.K + (k + lane)[None, :], of.x_scale + k // _GROUP * of.rows + row, here
+    k = of.k_first + step * STEP
+    x, row = places(of.x, of.K, k, ROWS, _OF_CODES)
+    return x, of.x_scale + k // STEP * of.rows + row, (row < of.rows) & (k < of.k_end)
 
 
 @gluon.jit
@@ -122,11 +117,11 @@ def _fetch_x(of, ring, ROWS: gl.constexpr, COUNT: gl.constexpr):
 @gluon.jit
 def _sums(of, ring, ROWS: gl.constexpr, BUFFERS: gl.constexpr):
     """[64, ROWS] float32 of each of the tiles: the sums over a split."""
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, ROWS, 32])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 32])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
-    zeros = gl.full([_TILE, ROWS], 0.0, gl.float32, SUMS)
+    zeros = gl.full([TILE, ROWS], 0.0, gl.float32, SUMS)
     one, two = zeros, zeros
-    for step in range((of.k_end - of.k_first) // _GROUP):
+    for step in range((of.k_end - of.k_first) // STEP):
         slot = step % BUFFERS
         async_copy.wait_group(BUFFERS - 2)
         fence_async_shared()
@@ -148,26 +143,15 @@ def _sums(of, ring, ROWS: gl.constexpr, BUFFERS: gl.constexpr):
 
 
 @gluon.jit
-def _write(out_ptr, bias_ptr, sums, first, width, rows):
-    """[64, ROWS] to rows of `width` columns from column `first` on."""
-    column = first + gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
-    row = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-    if bias_ptr is not None:
-        sums += gl.load(bias_ptr + column).to(gl.float32)[:, None]
-    at = out_ptr + row.to(gl.int64)[None, :] * width + column[:, None]
-    gl.store(at, sums.to(out_ptr.dtype.element_ty), mask=(row < rows)[None, :] & (column < width)[:, None])
-
-
-@gluon.jit
 def _write_tiles(out_ptr, bias_ptr, one, two, tile, OUTER, rows, GATED: gl.constexpr):
     """Both tiles, or the activation of gate and up."""
     if GATED:
         dtype: gl.constexpr = out_ptr.dtype.element_ty
         product = gated(one.to(dtype).to(gl.float32), two.to(dtype).to(gl.float32), dtype)
-        _write(out_ptr, None, product, tile * _TILE, OUTER // 2, rows)
+        write(out_ptr, None, product, tile * TILE, OUTER // 2, rows)
     else:
-        _write(out_ptr, bias_ptr, one, 2 * tile * _TILE, OUTER, rows)
-        _write(out_ptr, bias_ptr, two, (2 * tile + 1) * _TILE, OUTER, rows)
+        write(out_ptr, bias_ptr, one, 2 * tile * TILE, OUTER, rows)
+        write(out_ptr, bias_ptr, two, (2 * tile + 1) * TILE, OUTER, rows)
 
 
 @gluon.jit(do_not_specialize=["rows", "splits"])
@@ -193,8 +177,8 @@ def _scaled_hopper_kernel(
 ):
     tile = gl.program_id(1)
     split = gl.program_id(2)
-    first = tile * _TILE if GATED else 2 * tile * _TILE
-    second = first + (OUTER // 2 if GATED else _TILE)
+    first = tile * TILE if GATED else 2 * tile * TILE
+    second = first + (OUTER // 2 if GATED else TILE)
     k_first = split * split_length
     of = Operands(
         x_ptr,
@@ -221,10 +205,8 @@ def _scaled_hopper_kernel(
         out_ptr += split.to(gl.int64) * rows * OUTER
         _write_tiles(out_ptr, bias_ptr, one, two, tile, OUTER, rows, GATED)
     else:
-        SIZE: gl.constexpr = _TILE * ROWS
-        row = gl.arange(0, _TILE, gl.SliceLayout(1, one.type.layout))
-        lane = row[:, None] * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, one.type.layout))[None, :]
-        place = part_ptr + tile.to(gl.int64) * splits * (2 * SIZE) + lane
+        SIZE: gl.constexpr = TILE * ROWS
+        place = place_of_split(part_ptr, tile, splits, one, 2 * SIZE)
         gl.store(place + split * (2 * SIZE), one)
         gl.store(place + split * (2 * SIZE) + SIZE, two)
         if arrived(ticket_ptr + tile, splits):
@@ -241,7 +223,7 @@ def takes(product: Product, config: LinearConfig) -> bool:
     outer, inner = weight.shape
     if not weight.float8_x or config.in_order or product.rows > config.rows:
         return False
-    in_blocks = weight.group_inner == GROUP and weight.group_rows % _TILE.value == 0
+    in_blocks = weight.group_inner == GROUP and weight.group_rows % TILE.value == 0
     return in_blocks and inner % GROUP == 0 and outer % _COLUMNS == 0
 
 
@@ -257,7 +239,7 @@ def launch_hopper(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
         *(*rounded_rows(product.x), weight.codes.view(torch.float8_e4m3fn), weight.scales),
         *(bias, out, work.part, work.ticket),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
-        num_warps=_WARPS.value,
+        num_warps=WARPS.value,
         GROUP_ROWS=weight.group_rows,
         ROWS=config.rows,
         BUFFERS=config.ring,

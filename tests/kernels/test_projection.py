@@ -240,26 +240,54 @@ def test_the_cut_does_not_depend_on_the_rows(chip: str, bytes_: int) -> None:
 
 @pytest.mark.parametrize("outer, inner", [*WEIGHTS.values(), (3072, 2560), (3072, 4224), (30000, 128)])
 def test_a_program_holds_no_more_than_its_split(outer: int, inner: int) -> None:
-    config = linear_config("sm90", outer, inner, 1, 2)
-    assert config.resident <= inner - (config.splits - 1) * config.split_length(inner)
+    for rows in (1, 17):
+        config = linear_config("sm90", outer, inner, rows, 2)
+        assert config.resident <= inner - (config.splits - 1) * config.split_length(inner)
     assert all(linear_config(chip, outer, inner, 1, 2).resident == 0 for chip in CHIPS if chip != "sm90")
     assert (
-        linear_config("sm90", outer, inner, 17, 2).resident == linear_config("sm90", outer, inner, 1, 4).resident == 0
+        linear_config("sm90", outer, inner, 33, 2).resident == linear_config("sm90", outer, inner, 1, 4).resident == 0
     )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("weight", ["8b_gate_up", "half8b_qkv"])
-def test_a_weight_that_is_held_has_the_bits_of_one_that_is_not(weight: str, gated: bool) -> None:
+@pytest.mark.parametrize("weight, rows", [("8b_gate_up", 3), ("8b_gate_up", 20), ("half8b_qkv", 3)])
+def test_a_weight_that_is_held_has_the_bits_of_one_that_is_not(weight: str, rows: int, gated: bool) -> None:
     outer, inner = WEIGHTS[weight]
-    inputs = linear_inputs(Maker.seeded(DEVICE, DTYPE), 3, outer, inner)
+    inputs = linear_inputs(Maker.seeded(DEVICE, DTYPE), rows, outer, inner)
     outs = []
-    for resident in (0, 128, 512):
-        config = replace(linear_config("sm90", outer, inner, 3, 2), resident=resident)
-        outs.append(inputs["x"].new_empty(3, outer // 2 if gated else outer))
+    for resident in (0, 128, 512 if rows == 3 else 256):
+        config = replace(linear_config("sm90", outer, inner, rows, 2), resident=resident)
+        outs.append(inputs["x"].new_empty(rows, outer // 2 if gated else outer))
         kernel.launch_linear(Product(**inputs), None, outs[-1], gated, config)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 17, 32])
+@pytest.mark.parametrize("outer, inner", [(6144, 4096), (4096, 4096), (4096, 12288), (192, 256)], ids=str)
+def test_weights_in_a_ring_give_the_bits_of_those_in_a_pipeline(outer: int, inner: int, rows: int) -> None:
+    """Also where the ring is longer than the split, and where programs of a tile add their sums."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the ring is for sm90")
+    inputs = linear_inputs(Maker.seeded("cuda", torch.bfloat16), rows, outer, inner)
+    config = linear_config("sm90", outer, inner, rows, 2)
+    bias = torch.randn(outer, device="cuda").bfloat16()
+    for shape, dtype in (((rows, outer), torch.bfloat16), ((config.splits, rows, outer), torch.float32)):
+        outs = []
+        for ring in (0, 3, config.ring):
+            outs.append(torch.full(shape, float("nan"), device="cuda", dtype=dtype))
+            added = bias if len(shape) == 2 else None
+            kernel.launch_linear(Product(**inputs), added, outs[-1], False, replace(config, ring=ring))
+        assert config.ring and torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.gpu
+def test_rows_that_begin_between_two_copies_have_the_same_bits() -> None:
+    """The ring copies sixteen bytes at once."""
+    inputs = linear_inputs(Maker.seeded("cuda", torch.bfloat16), 3, 4096, 4096)
+    shifted = torch.empty(3 * 4096 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(3, 4096)
+    assert torch.equal(linear(shifted.copy_(inputs["x"]), inputs["weight"]), linear(**inputs))
 
 
 def test_the_first_of_equal_columns_wins_across_tiles() -> None:
