@@ -1,7 +1,5 @@
 """Settings whose annotations say what their values may be. No torch is imported here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache

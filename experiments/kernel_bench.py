@@ -10,8 +10,6 @@ a GPU one small case per family runs in Triton's interpreter, which shows that t
 a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The settings of a run, `runtime.…` on the command line: declared here alone. No torch is imported."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -8,8 +8,6 @@ a CUDA graph. A step over more rows than are in use passes over the padding: ina
 their accepted path is empty, and their lengths stay.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -4,8 +4,6 @@ Hydra composes YAML files over these dataclasses, so a misspelt key fails while 
 values when `compose.build_config` turns the composed tree into objects. This module imports no torch.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

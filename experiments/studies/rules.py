@@ -6,8 +6,6 @@ same drafts after the same tokens, and their expectations over the uniforms are 
 are random.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf

@@ -1,7 +1,5 @@
 """A task: a question that is answered by a table of results, and how the results are shown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial

@@ -5,8 +5,6 @@ Sampled output is compared as strictly as greedy output: random numbers are keye
 algorithm gives the tokens of autoregressive sampling.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -3,8 +3,6 @@
 Captured or not, the tokens must be the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated

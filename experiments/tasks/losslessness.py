@@ -12,8 +12,6 @@ low           in bfloat16 rounding depends on the shape of a batch: requests tha
 distribution  acceptance rules for sampled drafts: see `distribution`
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

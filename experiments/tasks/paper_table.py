@@ -4,8 +4,6 @@ Cells are `speedup / tokens per step` over autoregressive decoding of the same r
 requests with the same seeds; at temperature 0 all seeds are one. Throughput is of the first prompt set.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any

@@ -6,8 +6,6 @@ tokens of one step share the time since the step before (`inter_token_ms`, poole
 does not count as one slow token and some free ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise

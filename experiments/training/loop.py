@@ -5,8 +5,6 @@ fractions: it warms up, stays, and falls linearly to zero over the last part (WS
 step, so a resumed run equals an uninterrupted one. At the end the model is the best one that was evaluated.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

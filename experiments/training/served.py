@@ -4,8 +4,6 @@ The reported figures come from the exported folder, read back and served, becaus
 text may hide a fault of serving.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

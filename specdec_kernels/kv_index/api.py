@@ -4,8 +4,6 @@ Every function takes `page_table` [B, P] int32, page ids, negative where no page
 page.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Named inputs of the kv_index family: page tables and accepted paths."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

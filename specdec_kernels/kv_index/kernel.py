@@ -5,8 +5,6 @@ of its place by bisection. A move reads all its sources for a slice of the featu
 programs own different features or different pages, so no program reads what another writes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Results of the index functions."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Public functions of the family: checks, then the kernel or the definition."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

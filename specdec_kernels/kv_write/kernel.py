@@ -12,8 +12,6 @@ the conversion, and the interpreter, store the same codes. Both public functions
 one layer with queries, `materialize_kv` several without.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -12,8 +12,6 @@ magnitudes were clamped to 448. The two roundings before the rotation are those 
 Hugging Face transformers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Links, positions and masks of draft trees, and which candidates of a drafter become their nodes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

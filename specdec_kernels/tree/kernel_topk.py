@@ -6,8 +6,6 @@ and s = sum exp((l - m) / T). The second kernel runs one program per row. The k 
 falling, id rising), lie in the k tiles whose best token comes first; these tiles are read again.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -6,8 +6,6 @@ So a token is one stored row [c | k_r] for all heads, in prefill as in decoding:
 was written. The kernel is the same for every attention backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -12,8 +12,6 @@ With S the state [dk, dv] before a chunk, G_i the sum of its log decays up to ro
 Source: Gated DeltaNet (arXiv 2412.06464), section 3.3.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -5,8 +5,6 @@ nodes are kept, and the commit takes the state along the accepted path. So a tre
 after a step has the bits of decoding one by one. A tree that is solved at once gives outputs with other roundings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ drafts, and the steps of the engine follow from that. The best choice of drafter
 need no further pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Settings of block drafters: their shapes, and the loss of a batch of blocks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """Settings of the training text. The options of the group `text` are files over these dataclasses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated
 
