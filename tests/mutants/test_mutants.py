@@ -29,8 +29,16 @@ def planted(**changes: str) -> Mutant:
     "mutant, status, detail",
     [
         (planted(), SURVIVED, "1 tests passed"),
-        (planted(new="from typing import Annotated, NamedTuple\nimport numpy"), CAUGHT, "test_imports test_kernels_import"),
-        (planted(path="tests/test_imports.py", old="import ast\n", new="import os\nos._exit(3)\n"), CRASHED, "ended with 3"),
+        (
+            planted(new="from typing import Annotated, NamedTuple\nimport numpy"),
+            CAUGHT,
+            "test_imports test_kernels_import",
+        ),
+        (
+            planted(path="tests/test_imports.py", old="import ast\n", new="import os\nos._exit(3)\n"),
+            CRASHED,
+            "ended with 3",
+        ),
         (planted(old="no such text"), BROKEN, "expected its text once in .*, found it 0 times"),
         (planted(test="tests/test_imports.py::test_of_nothing"), BROKEN, "stale tests"),
     ],
