@@ -52,7 +52,6 @@ def _steps(result: Result) -> str:
 class Adaptive(Task):
     """Every method at every batch on every prompt set."""
 
-    name = "adaptive"
     objective = "ratio_to_best_fixed"
     columns = (
         *columns(AdaptiveResult, "data", "batch", "method", "setting", "decode_tokens_per_s"),

@@ -14,7 +14,6 @@ from experiments.tasks.base import Task
 class Compare(Task):
     """Every method on every prompt set, each set with its baseline first."""
 
-    name = "compare"
     objective = "tokens_per_step"
     columns = COMPARE
 

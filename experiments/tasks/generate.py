@@ -22,7 +22,6 @@ from experiments.tasks.decoding import AUTOREGRESSIVE
 class Generate(Task):
     """The run's algorithm and autoregressive decoding, with every output."""
 
-    name = "generate"
     objective = "tokens_per_step"
     columns = GENERATE
     records: Sequence[dict[str, Any]] = ()  # the lines of requests.jsonl, known once the run is measured

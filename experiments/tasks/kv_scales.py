@@ -35,7 +35,6 @@ class ScaleResult(TypedDict):
 class KVScales(Task):
     """One result per layer."""
 
-    name = "kv_scales"
     objective = "num_tokens"
     columns = columns(ScaleResult)
 

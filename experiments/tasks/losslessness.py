@@ -94,7 +94,6 @@ class Losslessness(Task):
     """Each method on each backend, the baseline of a backend first. A difference in float32, or in a deterministic
     run, fails it."""
 
-    name = "losslessness"
     objective = "share_identical"
     columns = (
         *columns(IdentityResult, "backend", "method", "rule", "identical", "tokens", "low_precision"),

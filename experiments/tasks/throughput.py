@@ -24,7 +24,6 @@ from experiments.tasks.base import Task
 class Throughput(Task):
     """The run's algorithm, further methods and the baseline at every level of concurrency."""
 
-    name = "throughput"
     objective = "wall_tokens_per_s"
     keeps_parts = False  # the rest of a level would run at another concurrency
     columns = THROUGHPUT

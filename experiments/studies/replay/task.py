@@ -46,7 +46,6 @@ class Candidate:
 class Replay(Task):
     """Every method, what follows from several of them, and the bounds."""
 
-    name = "replay"
     objective = "tokens_per_step"
     columns = columns(ReplayResult, "method", "kind", "num_nodes", "tokens_per_step", "acceptance_at", "row_steps")
     _notes: tuple[str, ...] = ()
