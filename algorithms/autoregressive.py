@@ -1,7 +1,5 @@
 """The baseline: a tree of node 0 alone, so every step verifies no draft and emits one token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import specdec_kernels as kernels

@@ -5,8 +5,6 @@ propose   The longest suffix of the history that occurred before is looked up in
           `specdec_kernels.history`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from algorithms.drafting.lookup import Lookup

@@ -6,8 +6,6 @@ offers its own by an entry point in the group `specdec.algorithms`, `NAME = "mod
 line reads all configurations first.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pkgutil

@@ -14,12 +14,11 @@ With `vocabulary=intersection` the draft model may have another tokenizer, see `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from algorithms.algorithm import AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.drafting.draft_sampling import LevelSettings
 from algorithms.drafting.level_drafter import LevelDrafter
-from specdec_kernels.checks import expect_choice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,12 +37,8 @@ class Standalone(LevelDrafter):
     class Config(LevelSettings):
         name: str = "standalone"
         steps: int = 4
-        vocabulary: str = "same"
+        vocabulary: Annotated[str, ("same", "intersection")] = "same"
         """`same`: the draft model must have the target's tokenizer; `intersection`: it drafts the tokens in common."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            expect_choice("algo.vocabulary", self.vocabulary, ("same", "intersection"))
 
     @classmethod
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:

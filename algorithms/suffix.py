@@ -5,8 +5,6 @@ propose   The `max_candidates` best matches of the history's suffix (longest fir
           followed them. Their continuations are merged into one tree by frequency. Rules: `specdec_kernels.history`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from algorithms.drafting.lookup import Lookup

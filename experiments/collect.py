@@ -9,8 +9,6 @@ each value has a best line; `x` the key of the axis; `where` key=value pairs joi
 sweep.html (default: the first sweep's own).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ a GPU one small case per family runs in Triton's interpreter, which shows that t
 a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -20,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from hydra.core.config_store import ConfigStore
@@ -28,6 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
+from algorithms.checked import Between, Checked
 from experiments.app.atomic_write import write_whole
 from experiments.app.errors import user_errors
 from experiments.app.hardware import INTERPRETER
@@ -45,11 +44,10 @@ from experiments.report.tables import Result, console_table
 from experiments.sweep.main import main as sweep_main
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Case
-from specdec_kernels.checks import expect_at_least, expect_choice
 
 
 @dataclass
-class KernelBenchConfig:
+class KernelBenchConfig(Checked):
     """Schema of `configs/kernel_bench.yaml`. `dtype` auto: bfloat16 on a GPU, else float32. `budget_ms` bounds
     one measurement, `budget_s` the run: cases that it leaves out are named as not run. `tuning` replaces fields of
     the launch table, for functions that take them."""
@@ -57,12 +55,12 @@ class KernelBenchConfig:
     family: str = "all"
     shapes: str = "full"
     peers: str = "all"
-    device: str = "auto"
-    dtype: str = "auto"
-    warmup: int = 3
-    repeats: int = 20
-    budget_ms: float = 100.0
-    budget_s: float | None = None
+    device: Annotated[str, ("auto", "cpu", "cuda")] = "auto"
+    dtype: Annotated[str, ("auto", *DTYPES)] = "auto"
+    warmup: Annotated[int, Between(0)] = 3
+    repeats: Annotated[int, Between(1)] = 20
+    budget_ms: Annotated[float, Between(1)] = 100.0
+    budget_s: Annotated[float | None, Between(1)] = None
     seed: int = 0
     tuning: dict[str, int] = field(default_factory=dict)
     sweep: SweepConfig = field(default_factory=SweepConfig)
@@ -70,12 +68,7 @@ class KernelBenchConfig:
     def __post_init__(self) -> None:
         named("family", self.family, FAMILIES)
         named("peers", self.peers, tuple(PEERS))
-        expect_choice("device", self.device, ("auto", "cpu", "cuda"))
-        expect_choice("dtype", self.dtype, ("auto", *DTYPES))
-        expect_at_least("warmup", self.warmup, 0)
-        expect_at_least("repeats", self.repeats, 1)
-        expect_at_least("budget_ms", self.budget_ms, 1)
-        expect_at_least("budget_s", self.budget_s, 1, nullable=True)
+        super().__post_init__()
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device=cuda: torch sees no CUDA device; use device=cpu")
 

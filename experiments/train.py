@@ -13,8 +13,6 @@ of `text`, which `text.folder` keeps for all drafters. A run uses a CPU, a GPU o
 drafters, each is trained on the same batches, and a table compares them (`experiments/training/comparison.py`).
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

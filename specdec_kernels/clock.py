@@ -5,8 +5,6 @@ nanoseconds of phase p in entry p + 1. Every border costs one launch of one warp
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import time
 
 import torch

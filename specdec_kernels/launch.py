@@ -5,8 +5,6 @@ definition in its reference. Inside `record_launches(chip)` nothing runs, and ev
 arguments, so that the compile gate can compile it for that chip without a GPU.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -5,8 +5,6 @@ Sampling compares one uniform with a sum over the vocabulary, of float32 weights
 in the reference, so a few rows may have another token; `scope` says how many. The tests compare the distributions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass

@@ -13,8 +13,6 @@ writes, if the predecessor waits before it calls `launch_dependents`: all kernel
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 from typing import Any
 
 import triton

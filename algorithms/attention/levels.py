@@ -4,8 +4,6 @@ Forward i runs `width` tokens per request at position L + `first` + i. They are 
 and following.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

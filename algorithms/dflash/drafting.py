@@ -15,15 +15,15 @@ tree of fixed shape, and a rule for sampled drafts decides.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
+from algorithms.checked import Between, Checked
 from algorithms.dflash.config import ANCHOR, SELECTOR
 from algorithms.drafting.draft_sampling import DraftSampling, SampledShape
 from algorithms.drafting.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, TreeShape
 from algorithms.models.config import EMBEDDING_LAYER
-from specdec_kernels.checks import expect_at_least, expect_between
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,15 +42,16 @@ class DFlash(Algorithm):
     needs_draft_model = True
 
     @dataclass
-    class Config:
+    class Config(Checked):
+        GROUP = "algo."
         name: str = "dflash"
-        block_size: int | None = None
+        block_size: Annotated[int | None, Between(1, MAX_NODES)] = None
         """Tokens of a block, the last committed one included; None takes the size the drafter was trained with."""
-        topk: int = 1
+        topk: Annotated[int, Between(1, MAX_TOPK)] = 1
         """Tokens of each position that may enter the tree; 1 drafts a chain."""
-        num_nodes: int | None = None
+        num_nodes: Annotated[int | None, Between(2, MAX_NODES)] = None
         """Nodes of the tree, node 0 included; None takes 32. A chain has block_size nodes."""
-        window: int | None = None
+        window: Annotated[int | None, Between(1)] = None
         """Positions the drafter's context reaches back; None is all of it."""
         draft_sampling: str | None = None
         """topk, sample (independent) or without_replacement; None follows from the rule, else it is topk."""
@@ -58,10 +59,7 @@ class DFlash(Algorithm):
         """Acceptance rule; None is target_only for topk, block for a sampled chain, traversal for a sampled tree."""
 
         def __post_init__(self) -> None:
-            expect_between("algo.block_size", self.block_size, 1, MAX_NODES, nullable=True)
-            expect_between("algo.topk", self.topk, 1, MAX_TOPK)
-            expect_between("algo.num_nodes", self.num_nodes, 2, MAX_NODES, nullable=True)
-            expect_at_least("algo.window", self.window, 1, nullable=True)
+            super().__post_init__()
             if self.topk == 1 and self.num_nodes is not None:
                 raise ValueError("algo.num_nodes is the size of a tree: expected algo.topk above 1, got 1")
             DraftSampling.of(self.draft_sampling, self.rule, self.topk == 1)

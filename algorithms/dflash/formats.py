@@ -5,8 +5,6 @@ a slot drafts. Sources: z-lab/dflash, deepseek-ai/DeepSpec, sgl-project/SpecForg
 hao-ai-lab/JetSpec; `docs/models.md` lists them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -20,8 +20,6 @@ A confidence head gives sigmoid(w [h_k; e] + b), which estimates how likely the 
 accepted if those before it are.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Block drafters from published folders."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

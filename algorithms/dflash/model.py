@@ -6,8 +6,6 @@ to [context; block]. Embedding and LM head are the target's unless the drafter h
 correct one draft by those before it. Parameter names are as in the published checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 

@@ -1,8 +1,6 @@
 """Checks the first drafts of an engine, outside of any captured graph: of an empty batch, and of the first requests.
 The check reads tensors back. A wrong draft gives wrong output, or an error deep inside a kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 
+from algorithms.checked import Checked
 from algorithms.drafting.tree_shape import TreeShape
 
 SAMPLINGS = ("topk", "without_replacement", "sample")
@@ -71,9 +72,10 @@ class DraftSampling:
 
 
 @dataclass
-class LevelSettings:
+class LevelSettings(Checked):
     """Settings of a drafter that drafts a chain token by token, or a tree level by level."""
 
+    GROUP = "algo."
     name: str
     steps: int
     """Most tokens drafted one after another (K)."""
@@ -87,6 +89,7 @@ class LevelSettings:
     """Acceptance rule; None is target_only for topk, block for a sampled chain, and traversal for a sampled tree."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         shape = TreeShape.of(self.steps, self.topk, self.num_nodes)
         DraftSampling.of(self.draft_sampling, self.rule, shape.chain)
 

@@ -5,8 +5,6 @@ which the logits of x_{p+2} follow. f_p is the target's where it has computed p,
 positions are p.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """A chain that is put into a draft tree of fixed size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

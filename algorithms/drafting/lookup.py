@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Algorithm, Batch, DraftTree, Resources
-from specdec_kernels.checks import expect_between
+from algorithms.checked import Between, Checked
 
 if TYPE_CHECKING:
     from algorithms.models.loading import Target, TargetFolder
@@ -26,17 +26,18 @@ class Lookup(Algorithm):
     """`latest` or `frequent`, see `specdec_kernels.history`."""
 
     @dataclass
-    class Config:
+    class Config(Checked):
+        GROUP = "algo."
         name: str
-        num_nodes: int = 16
+        num_nodes: Annotated[int, Between(2, 256)] = 16
         """Nodes verified, node 0 included."""
-        max_ngram: int = 32
+        max_ngram: Annotated[int, Between(1, 63)] = 32
         """Longest suffix of the history that is looked up, in tokens."""
-        max_candidates: int = 16
+        max_candidates: Annotated[int, Between(1, 64)] = 16
         """Matches that are followed, and that vote in `suffix`: the longest, then the latest; 1 drafts a chain."""
-        min_path_prob: float = 0.0
+        min_path_prob: Annotated[float, Between(0, 1)] = 0.0
         """Least path probability of a draft."""
-        histories: int = 64
+        histories: Annotated[int, Between(0, 4096)] = 64
         """Histories of ended requests that are kept."""
         shared: bool = True
         """Look in the histories of all requests, or only in the request's own."""
@@ -44,11 +45,7 @@ class Lookup(Algorithm):
         """Text file whose tokens are a history from the beginning."""
 
         def __post_init__(self) -> None:
-            expect_between("algo.num_nodes", self.num_nodes, 2, 256)
-            expect_between("algo.max_ngram", self.max_ngram, 1, 63)
-            expect_between("algo.max_candidates", self.max_candidates, 1, 64)
-            expect_between("algo.histories", self.histories, 0, 4096)
-            expect_between("algo.min_path_prob", self.min_path_prob, 0, 1)
+            super().__post_init__()
             if self.corpus is not None and not self.shared:
                 raise ValueError("algo.corpus: expected algo.shared=true with it: a corpus is no request's own text")
 

@@ -1,7 +1,5 @@
 """Drafts from one distribution per position, which do not depend on the drafts before."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 import specdec_kernels as kernels

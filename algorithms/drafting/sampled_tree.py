@@ -5,8 +5,6 @@ Column j of level i, counted from 0 below node 0, is stored `base + i * width + 
 cache, and sees itself, its ancestors, and node 0 (`base` 1) if the drafter has stored it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Base of the algorithms that run other algorithms. No torch at import."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from algorithms.algorithm import Algorithm, Observation, Resources

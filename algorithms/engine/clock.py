@@ -8,8 +8,6 @@ Phases that are parts of one CUDA graph have no events of their own. They pass b
 the device's clock on the device.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence

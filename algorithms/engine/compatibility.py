@@ -1,7 +1,5 @@
 """The meaning of settings for one target and backend, and checks of what these cannot serve."""
 
-from __future__ import annotations
-
 import torch
 
 from algorithms.algorithm import Algorithm

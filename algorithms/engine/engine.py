@@ -4,8 +4,6 @@ All but the last token of a prompt is prefilled; the first step starts from the 
 step is like every other, and tokens are sampled in one place. Requests are served in a `Session`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -12,8 +12,6 @@ leaves, the first of these with a complete prompt takes its slot, else the last 
 its tensors as `SlotMove` says.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ more, without effect, in pages reserved for that. If requests take few steps and
 is read before the next one is launched.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

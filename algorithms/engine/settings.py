@@ -1,10 +1,9 @@
 """The settings of a run, `runtime.…` on the command line: declared here alone. No torch is imported."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Annotated
 
-from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
+from algorithms.checked import Between, Checked
 
 LARGEST_INT32 = 2**31 - 1
 WEIGHT_DTYPES = ("auto", "fp8", "fp8_w8a16")
@@ -14,48 +13,49 @@ GRAPH_LEVELS = tuple(LAST_CAPTURED)
 
 
 @dataclass
-class RuntimeSettings:
+class RuntimeSettings(Checked):
     """Device, sizes and switches of a run. The engine settles what is `auto`."""
 
-    device: str = "auto"
+    GROUP = "runtime."
+    device: Annotated[str, ("auto", "cpu", "cuda")] = "auto"
     """cpu or cuda; auto is cuda where a GPU is visible."""
-    dtype: str = "auto"
+    dtype: Annotated[str, ("auto", "float32", "float16", "bfloat16")] = "auto"
     """Dtype of weights and activations: float32, float16 or bfloat16; auto is bfloat16 on a GPU and float32
     elsewhere."""
-    weight_dtype: str = "auto"
+    weight_dtype: Annotated[str, WEIGHT_DTYPES] = "auto"
     """Dtype of the weights of the projections of target and drafters: auto, which is as they are stored, or fp8, which
     quantises them as they are loaded, in blocks of 128 x 128. Activations of float8 weights are rounded to float8 too
     (W8A8); fp8_w8a16 leaves them."""
-    impl: str = "auto"
+    impl: Annotated[str, ("auto", "triton", "reference")] = "auto"
     """triton or reference. Triton kernels are compiled on a GPU and run in Triton's interpreter elsewhere."""
-    forward: str = "auto"
+    forward: Annotated[str, ("auto", "fused", "torch")] = "auto"
     """How models compute outside of attention: by fused kernels, or by torch; auto is fused in half precision on a
     GPU."""
-    page_size: int = 16
+    page_size: Annotated[int, Between(1)] = 16
     """Tokens of a KV page."""
-    max_batch: int = 4
+    max_batch: Annotated[int, Between(1)] = 4
     """Requests that run at a time."""
-    num_pages: int | None = None
+    num_pages: Annotated[int | None, Between(1, LARGEST_INT32)] = None
     """Pages of the KV pool; null takes what `max_batch` requests of `max_length` tokens need."""
-    max_length: int | None = None
+    max_length: Annotated[int | None, Between(2)] = None
     """Bound on prompt and new tokens of a request together; null takes the length of the longest request."""
-    graph: str = "auto"
+    graph: Annotated[str, ("auto", *GRAPH_LEVELS)] = "auto"
     """How much of a step is captured in CUDA graphs: none, draft, verify (draft and verify) or step; auto captures all
     of it on a GPU."""
-    async_steps: int | None = None
+    async_steps: Annotated[int | None, Between(0)] = None
     """Maximum number of steps in flight while the host reads an earlier one; null takes 1 on a GPU, 0 elsewhere."""
-    tensor_parallel: int = 1
+    tensor_parallel: Annotated[int, Between(1)] = 1
     """Processes that share the target."""
-    prefill_chunk: int = 2048
+    prefill_chunk: Annotated[int, Between(1)] = 2048
     """Bound on the prompt tokens of one prefill batch."""
-    prefill_tile: int | None = None
+    prefill_tile: Annotated[int | None, Between(1)] = None
     """Tokens of a tile of a prefill batch; null takes a width that suits the device."""
     mixed_prefill: bool = True
     """Prefill prompts in captured decode steps, where requests run."""
-    prefill_ahead: int | None = None
+    prefill_ahead: Annotated[int | None, Between(0)] = None
     """Requests whose prompts are prefilled while all batch slots are taken; null takes a number that suits
     `max_batch`."""
-    kv_dtype: str = "auto"
+    kv_dtype: Annotated[str, ("auto", "fp8_e4m3")] = "auto"
     """Dtype of stored keys and values: auto, which is the dtype of the weights, or fp8_e4m3."""
     kv_scales: str | None = None
     """File with a scale of the float8 cache for each layer and head, which `task=kv_scales` writes; null: 1."""
@@ -66,23 +66,8 @@ class RuntimeSettings:
     """Choose the draft length of every step, from no draft to the algorithm's own number of nodes."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the key."""
-        expect_choice("runtime.device", self.device, ("auto", "cpu", "cuda"))
-        expect_choice("runtime.dtype", self.dtype, ("auto", "float32", "float16", "bfloat16"))
-        expect_choice("runtime.weight_dtype", self.weight_dtype, WEIGHT_DTYPES)
-        expect_choice("runtime.impl", self.impl, ("auto", "triton", "reference"))
-        expect_choice("runtime.forward", self.forward, ("auto", "fused", "torch"))
-        expect_choice("runtime.graph", self.graph, ("auto", *GRAPH_LEVELS))
-        expect_choice("runtime.kv_dtype", self.kv_dtype, ("auto", "fp8_e4m3"))
-        for name in ("tensor_parallel", "page_size", "prefill_chunk", "max_batch"):
-            expect_at_least(f"runtime.{name}", getattr(self, name), 1)
-        for name, least in dict(prefill_ahead=0, prefill_tile=1, max_length=2, async_steps=0).items():
-            expect_at_least(f"runtime.{name}", getattr(self, name), least, nullable=True)
-        expect_between("runtime.num_pages", self.num_pages, 1, LARGEST_INT32, nullable=True)
-        self._check_pairs()
-
-    def _check_pairs(self) -> None:
-        """Raise ValueError for settings that exclude each other."""
+        """Raises ValueError that names the key, or settings that exclude each other."""
+        super().__post_init__()
         if self.kv_scales is not None and self.kv_dtype == "auto":
             raise ValueError("runtime.kv_scales is for runtime.kv_dtype=fp8_e4m3, got runtime.kv_dtype=auto")
         for key, value in dict(forward=self.forward, impl=self.impl).items():

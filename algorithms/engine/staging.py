@@ -4,8 +4,6 @@ The device's tensors keep their addresses, so work on them can be captured in a 
 memory. There are several such buffers, so it waits for a copy only where it is that many ahead of the device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ and shares key and value heads among query heads. An architecture that differs f
 `Architecture` needs one more entry in `ARCHITECTURES` and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Reading single keys of a `config.json` mapping."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ attention output. So one forward serves training, paged prefill and tree verific
 Face checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Attention over whole sequences without a cache, for training and as the plain definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

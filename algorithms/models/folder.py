@@ -1,7 +1,5 @@
 """Model folders on disk: finding them, reading their JSON files, and their error. No torch is imported here."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ both; sums differ in their order. For the kernels, matrices that read the same i
 parameters become views of it: names, state dicts and torch's forward stay as they are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

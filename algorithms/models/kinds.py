@@ -5,8 +5,6 @@ for a kind of mixing also its definition over whole sequences and its memory. He
 it has a line; an architecture names it by a `LayerRule`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One weight of several projections that read the same input, for the fused forward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import gcd
 from typing import NamedTuple

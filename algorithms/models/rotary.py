@@ -1,8 +1,6 @@
 """Rotary position embedding of the first R elements of a head: element i is paired with i + R/2 ("neox"), or, if
 interleaved, 2 i with 2 i + 1. The kernels use the same tables."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Shape and conventions of MTP (multi-token prediction) heads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

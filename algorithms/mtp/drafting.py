@@ -8,7 +8,7 @@ keys of all committed tokens, from the prompt on. One layer drafts any number of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from algorithms.algorithm import AttentionCalls
 from algorithms.drafting.draft_sampling import LevelSettings
@@ -28,16 +28,10 @@ class MTP(FeatureDrafter):
     class Config(LevelSettings):
         name: str = "mtp"
         steps: int = 3
-        hidden_in: str | None = None
+        hidden_in: Annotated[str | None, STREAMS] = None
         """Feature from the target: raw, or normed by the target's final norm; None takes the family's convention."""
-        feedback: str | None = None
+        feedback: Annotated[str | None, STREAMS] = None
         """Feature from the step before: raw, or normed by the head's final norm; None takes the family's convention."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            for key in ("hidden_in", "feedback"):
-                if getattr(self, key) not in (None, *STREAMS):
-                    raise ValueError(f"algo.{key}: expected {' or '.join(STREAMS)}, got {getattr(self, key)!r}")
 
     @classmethod
     def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls:

@@ -1,7 +1,5 @@
 """MTP heads from a target's own folder, or from a folder that speculators wrote."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple

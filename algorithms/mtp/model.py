@@ -8,8 +8,6 @@ Parameter names are those of MiMo and speculators; `formats` turns others
 into these. Origin: DeepSeek-V3 (arXiv 2412.19437).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

@@ -5,8 +5,6 @@ bound by latency, and one exchange has less of it than a ring. The ranks add in 
 same bits. Larger sums, and machines whose devices cannot read each other, use the all-reduce of the process group.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import cache

@@ -4,8 +4,6 @@ Every rank counts up in the store of the process group, in a thread. A rank that
 counts have stopped.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

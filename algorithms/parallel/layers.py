@@ -1,7 +1,5 @@
 """A rank's slice of each kind of layer, taken in place; `sharding` says how they are split."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

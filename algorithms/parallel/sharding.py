@@ -12,8 +12,6 @@ the same order, see `collectives`; where a process group does not, two experts w
 each be computed in part.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """What of a target one process holds, and which targets cannot be shared out. No weights are read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ draft and its acceptance are broadcast, and the other ranks use them. Greedy tok
 are equal on all of them already, see `Decoder.argmax`.
 """
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch import Tensor
 

@@ -18,8 +18,6 @@ the next one; beyond it is constant.
 An output does not depend on the sizes, because the target's argmax or sample decides at every node.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ the padding, whose `active` is 0. After the slots of running requests come the s
 prefilled ahead, the dummy slot, where padding writes, and the blank slot, where nothing writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

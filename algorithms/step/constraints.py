@@ -9,8 +9,6 @@ grammar; `graft` inserts them. While the target verifies, the host traverses the
 node, which `accept` reads. All buffers have fixed addresses, so every phase can be captured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """The objects that every step of a run shares."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from algorithms.algorithm import Algorithm, Observation, Resources

@@ -4,8 +4,6 @@ In such a step the drafter does not run. Hidden states and features of the commi
 `COLUMNS` columns per slot. Before a draft, and when the columns are full, the drafter observes all of them in one pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

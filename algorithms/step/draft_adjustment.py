@@ -5,8 +5,6 @@ rejected. A draft counts the tokens of the output so far, and not those of its o
 single tokens are excluded. The target decides in any case, so this changes acceptance and no output.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -22,8 +22,6 @@ probability 0.85. The choice is the size of the largest tokens_i / step_ms_i. Th
 promises less than 1 % more, or 2 % where it is larger.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A prefill runs at one of a few sizes, so it is one CUDA graph where whole steps 
 elsewhere. While others decode, prefill batches join their steps instead, see `step`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

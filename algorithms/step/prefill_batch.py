@@ -9,8 +9,6 @@ sampling parameters. So the work can be captured in a CUDA graph. It enters new 
 padding, and at its end activates those with complete prompts. The host reads nothing back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

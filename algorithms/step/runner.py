@@ -8,8 +8,6 @@ without requests. If requests have grammars, each phase is a graph of its own, b
 see `constraints`. A step in one graph may have a prefill batch (mixed prefill); each of its sizes makes another graph.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -8,13 +8,12 @@ a CUDA graph. A step over more rows than are in use passes over the padding: ina
 their accepted path is empty, and their lengths stay.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+import specdec_kernels as kernels
 from algorithms.algorithm import Batch, DraftTree, Observation, Verified
 from algorithms.drafting.draft_check import check_draft
 from algorithms.drafting.insert_chain import insert_chain
@@ -25,23 +24,6 @@ from algorithms.step.context import StepParts
 from algorithms.step.draft_adjustment import DraftAdjustment
 from algorithms.step.prefill_batch import PrefillBatch
 from algorithms.step.sampling_params import SamplingNeeds
-from specdec_kernels import (
-    Accepted,
-    Committed,
-    SamplingTensors,
-    accept,
-    accept_targets,
-    apply_penalties,
-    build_chain,
-    commit_step,
-    count_tokens,
-    draft_topk,
-    forbid_tokens,
-    gather_path,
-    links_from_mask,
-    mask_tokens,
-    tree_parents,
-)
 from specdec_kernels.tree import mask_words
 from specdec_kernels.verify import SAMPLED_RULES
 
@@ -73,7 +55,7 @@ class Step:
     nodes: Tensor
     """[B, 3, N] int64: tokens, first children and next siblings of the draft, where grammars need them; else unset."""
     logits: Tensor  # [B, N, V]; not written where `targets` are given
-    accepted: Accepted
+    accepted: kernels.Accepted
     num_drafts: int  # columns of `_drafts` before them
     num_evidence: int  # columns of `_evidence` at the end of `table`
     table: Tensor
@@ -111,7 +93,7 @@ class Step:
             if self._checked:
                 check_draft(algorithm, batch, tree, self._parts.resources.target.config.vocab_size)
         elif self.num_nodes == 1:
-            links = build_chain(batch.lengths, 1, impl=self._parts.resources.impl)
+            links = kernels.build_chain(batch.lengths, 1, impl=self._parts.resources.impl)
             tree = DraftTree(batch.last_tokens[:, None], links)
         else:
             tree = self._first_nodes(algorithm.propose_few(batch, self.num_nodes))
@@ -134,10 +116,10 @@ class Step:
         if tree.tokens.shape[1] <= nodes:
             return tree
         if self._chain:
-            links = build_chain(lengths, nodes, impl=impl)
+            links = kernels.build_chain(lengths, nodes, impl=impl)
         else:
             mask = tree.links.mask[:, :nodes, : mask_words(nodes)].contiguous()
-            links = links_from_mask(mask, lengths, impl=impl)
+            links = kernels.links_from_mask(mask, lengths, impl=impl)
         probs, rows, path_probs = tree.draft_probs, tree.draft_rows, tree.path_probs
         if rows is not None:
             rows = rows[:, :nodes].contiguous()
@@ -194,27 +176,27 @@ class Step:
         together = self.targets is not None and self._parts.resources.target.model.argmax_is_shared
         self.accepted = accepted if together else agree_on_acceptance(accepted)
 
-    def _accepted(self) -> Accepted:
+    def _accepted(self) -> kernels.Accepted:
         batch, algorithm, needs = self._batch, self._parts.algorithm, self._needs
-        impl, sampling = self._parts.resources.impl, SamplingTensors()
+        impl, sampling = self._parts.resources.impl, kernels.SamplingTensors()
         if self.targets is not None:
             # All rules are greedy without a temperature: the target's own token decides.
             tokens, links, depth = self.tree.tokens, self.tree.links, self._depth
-            return accept_targets(tokens, links, self.targets, batch.lengths, depth, impl=impl)
+            return kernels.accept_targets(tokens, links, self.targets, batch.lengths, depth, impl=impl)
         if needs.filtered:
             sampling = batch.sampling
         elif needs.sampled:
-            sampling = SamplingTensors(batch.sampling.temperature, seeds=batch.sampling.seeds)
+            sampling = kernels.SamplingTensors(batch.sampling.temperature, seeds=batch.sampling.seeds)
         if needs.penalised:
             self._penalise()
         if needs.forbids:
             self._forbid()
         if needs.constrained:
             masks, slots = self._constraints, batch.slots
-            mask_tokens(self.logits, masks.bits[slots], masks.constrained[slots], impl=impl)
+            kernels.mask_tokens(self.logits, masks.bits[slots], masks.constrained[slots], impl=impl)
         if sampling.temperature is not None:
             algorithm.inspect(batch, self.tree, self.logits, sampling)
-        return accept(
+        return kernels.accept(
             algorithm.rule,
             self.tree.tokens,
             self.tree.links,
@@ -231,7 +213,7 @@ class Step:
     def _penalise(self) -> None:
         penalties, slots = self._parts.state.penalties, self._batch.slots
         assert penalties is not None
-        apply_penalties(
+        kernels.apply_penalties(
             self.logits,
             self.tree.tokens,
             self.tree.links.mask,
@@ -247,7 +229,7 @@ class Step:
     def _forbid(self) -> None:
         forbidden, batch, links = self._parts.state.forbidden, self._batch, self.tree.links
         assert forbidden is not None
-        forbid_tokens(
+        kernels.forbid_tokens(
             self.logits,
             self.tree.tokens,
             links.mask,
@@ -264,7 +246,7 @@ class Step:
         it; then finish the prefill batch that joined."""
         batch, accepted, parts = self._batch, self.accepted, self._parts
         impl = parts.resources.impl
-        committed = commit_step(
+        committed = kernels.commit_step(
             self.tree.tokens,
             self.tree.links.first_child,
             self.tree.links.next_sibling,
@@ -284,7 +266,7 @@ class Step:
         if self._needs.penalised:
             penalties = parts.state.penalties
             assert penalties is not None
-            count_tokens(penalties.output_counts[batch.slots], accepted.tokens, committed.counts, impl=impl)
+            kernels.count_tokens(penalties.output_counts[batch.slots], accepted.tokens, committed.counts, impl=impl)
         whole = parts.algorithm.observes_verified
         verified = Verified(self.tree.tokens, self.tree.links, self.hidden) if whole else None
         if parts.backlog is not None and self.num_nodes == 1:
@@ -327,7 +309,7 @@ class Step:
         """[B, 4 N] int64: tokens and parents of all nodes, -1 for none, then float32 bits of the target's
         log-probability of each and of the drafter's probability, -1 where that is not known."""
         tree, tokens = self.tree, self.tree.tokens
-        parents = tree_parents(tree.links.mask, impl=self._parts.resources.impl).long()
+        parents = kernels.tree_parents(tree.links.mask, impl=self._parts.resources.impl).long()
         above = parents.clamp(min=0)
         values = self.logits.gather(1, above[:, :, None].expand_as(self.logits))
         target = values.gather(2, tokens[:, :, None])[:, :, 0].float() - values.float().logsumexp(2)
@@ -347,17 +329,17 @@ class Step:
         underflow."""
         (batch, nodes, _), count = self.logits.shape, self._needs.top_logprobs
         flat = self.logits.flatten(0, 1)
-        probs, tokens = draft_topk(flat, count, impl=self._parts.resources.impl)
+        probs, tokens = kernels.draft_topk(flat, count, impl=self._parts.resources.impl)
         values = flat.gather(1, tokens).float()
         logprobs = values - values[:, :1] + probs[:, :1].log()
         both = torch.stack([tokens, logprobs.view(torch.int32).long()], 1).view(batch, nodes, 2, count)
         path = self.accepted.nodes.clamp(min=0).long()[:, :, None, None].expand(-1, -1, 2, count)
         return both.gather(1, path).transpose(1, 2).reshape(batch, -1)
 
-    def _on_path(self, committed: Committed) -> list[Tensor]:
+    def _on_path(self, committed: kernels.Committed) -> list[Tensor]:
         """Hidden states and features in order of position."""
         values = [self.hidden, *self.features]
         if self._chain:
             # A chain is in text order already.
             return [value[:, : committed.tokens.shape[1]] for value in values]
-        return gather_path(values, committed.nodes, impl=self._parts.resources.impl)
+        return kernels.gather_path(values, committed.nodes, impl=self._parts.resources.impl)

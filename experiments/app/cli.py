@@ -5,8 +5,6 @@ lossless, 130 interrupted or terminated. Of several jobs the largest counts. `HY
 every error.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

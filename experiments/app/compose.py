@@ -1,7 +1,5 @@
 """Hydra's part: schemas are registered, and the composed tree becomes checked objects. No torch is imported here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, cast

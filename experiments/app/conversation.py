@@ -1,7 +1,5 @@
 """Conversations: each turn follows the answer to the previous turn and contains it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How many threads torch computes with on a CPU, and how they wait. No torch is imported here."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Errors that the user can fix: one screen of text with the fix and the nearest valid keys, without a traceback."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

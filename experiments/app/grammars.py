@@ -1,7 +1,5 @@
 """The grammars of requests on the command line: read from files, and compiled before weights load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path

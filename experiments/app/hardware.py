@@ -1,7 +1,5 @@
 """The device, the dtype and the implementation of a run, settled once."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from dataclasses import dataclass

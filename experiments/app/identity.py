@@ -4,8 +4,6 @@ Runs with the same identity are one job. Names, folders, trackers, drafters of o
 ignores do not count. Paths inside of the repository count relative to it, so that two machines agree.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Locks on files and folders. The system releases a lock when its process ends, for any reason."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The meanings are the docstrings after the fields of the configuration dataclasses.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

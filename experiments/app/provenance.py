@@ -1,7 +1,5 @@
 """Provenance of a result: model, settings, machine, revision, versions."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

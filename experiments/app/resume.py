@@ -4,8 +4,6 @@ The folder says what was typed, from where and at which revision. The same words
 be the configuration of the folder; then the run goes on with the requests that had not ended.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

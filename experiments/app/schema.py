@@ -4,20 +4,19 @@ Hydra composes YAML files over these dataclasses, so a misspelt key fails while 
 values when `compose.build_config` turns the composed tree into objects. This module imports no torch.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import MISSING
 
+from algorithms.checked import Between, Checked
 from algorithms.engine.settings import RuntimeSettings
 from algorithms.frontend import SEED_STRIDE
 from algorithms.registry import available
 from algorithms.step.sampling_params import SamplingParams
-from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
+from specdec_kernels.checks import expect_between
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FOLDER = REPO_ROOT / "configs"
@@ -57,12 +56,13 @@ class ModelConfig:
 
 
 @dataclass
-class TrackerConfig:
+class TrackerConfig(Checked):
     """A tracker that receives the summary too."""
 
-    name: str = "none"
+    GROUP = "tracker."
+    name: Annotated[str, ("wandb", "none")] = "none"
     """wandb, or none."""
-    mode: str = "offline"
+    mode: Annotated[str, ("online", "offline", "disabled")] = "offline"
     """offline keeps the run of wandb inside the run folder; online; or disabled."""
     project: str = "specdec-kernels"
     entity: str | None = None
@@ -70,10 +70,6 @@ class TrackerConfig:
     group: str | None = None
     """Group of the run in wandb; null is the name of the sweep."""
     tags: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        expect_choice("tracker.name", self.name, ("wandb", "none"))
-        expect_choice("tracker.mode", self.mode, ("online", "offline", "disabled"))
 
 
 @dataclass
@@ -116,14 +112,14 @@ def expect_plain_name(key: str, name: str, place: str) -> None:
 
 
 @dataclass
-class RunConfig:
+class RunConfig(Checked):
     """One run of a task. The keys of task, algo, backend and data depend on the option."""
 
     name: str = MISSING
     """Name of the run and of its folder; by default what it measures."""
     baseline: bool = True
     """Measure autoregressive decoding too."""
-    samples: int = 2
+    samples: Annotated[int, Between(0)] = 2
     """Completions that are printed at the end."""
     resume: str | None = None
     """Folder of an interrupted run to go on with."""
@@ -141,7 +137,7 @@ class RunConfig:
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
-        expect_at_least("samples", self.samples, 0)
+        super().__post_init__()
         expect_between("sampling.seed", self.sampling.seed, 0, LARGEST_SEED)
         if self.resume is not None and self.runtime.tensor_parallel > 1:
             raise ValueError("resume: a run with runtime.tensor_parallel above 1 cannot be resumed: start it again")

@@ -1,7 +1,5 @@
 """Output to terminals and pipes that cannot show every character."""
 
-from __future__ import annotations
-
 import codecs
 import sys
 import unicodedata

@@ -10,36 +10,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.attention.backends.selection import backends
+from algorithms.checked import Between, Checked
 from algorithms.engine.settings import GRAPH_LEVELS
 from algorithms.registry import available
 from experiments.app.errors import UserError, nearest
 from experiments.app.schema import DRAFT_PATH, RunConfig
 from experiments.data.prompts import JsonlData, PublicData, datasets
 from experiments.data.public import WORDINGS
-from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
+from specdec_kernels.checks import expect_choice
 
 HYBRID = {"prefill": "torch", "decode": "fa4", "verify": "prefill"}
 """Settings of `hybrid` where task.backends names it, chosen so that it uses two different backends."""
 
 
 TASKS: dict[str, type[TaskConfig]] = {}  # every task by name
-LEAST = {"concurrency": 1, "page_sizes": 1, "batches": 1, "requests": 1, "limit": 1, "repeats": 1,
-         "distribution_draws": 0, "min_tokens": 0, "temperatures": 0, "seeds": 0}  # fmt: skip
-"""Least value of a setting, or of each value of a list."""
-CHOICES = {"graphs": GRAPH_LEVELS, "levels": GRAPH_LEVELS, "low_precision": ("bfloat16", "float16", "null"),
-           "wording": WORDINGS}  # fmt: skip
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(Checked):
     """The declarations of every task. A subclass with a name is registered."""
 
+    GROUP = "task."
     RUN: ClassVar[str]
     """The program of the task, as module:class."""
     IGNORED: ClassVar[tuple[str, ...]] = ()
@@ -57,16 +54,12 @@ class TaskConfig:
             TASKS[cls.name] = cls
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key, value in vars(self).items():
             if value == [] and key not in self.MAY_BE_EMPTY:
                 raise ValueError(f"task.{key}: expected at least one value, got none")
-            for each in value if isinstance(value, list) else [value]:
-                if key in LEAST:
-                    expect_at_least(f"task.{key}", each, LEAST[key], nullable=key in ("limit", "repeats"))
-                if key in CHOICES and each is not None:
-                    expect_choice(f"task.{key}", each, CHOICES[key])
-                if key == "temperature" and not 0 < each < float("inf"):
-                    raise ValueError(f"task.temperature: expected a finite number above 0, got {each}")
+            if key == "temperature" and not 0 < value < float("inf"):
+                raise ValueError(f"task.temperature: expected a finite number above 0, got {value}")
 
     def load(self) -> Any:
         """The class that runs the task."""
@@ -97,7 +90,7 @@ class GenerateTask(TaskConfig):
     RUN = "experiments.tasks.generate:Generate"
     NOT_RESUMED = None
     name: str = "generate"
-    repeats: int | None = None
+    repeats: Annotated[int | None, Between(1)] = None
     """Interleaved rounds of baseline and method, for intervals; null takes 3 where a round is short, else 1."""
 
 
@@ -137,13 +130,13 @@ class CompareTask(MethodsTask):
     name: str = "compare"
     data: list[str] = field(default_factory=lambda: ["arithmetic", "code"])
     """Prompt sets by name, and prompt files by path."""
-    limit: int | None = None
+    limit: Annotated[int | None, Between(1)] = None
     """Prompts of each set; null takes the set's own default."""
     skip_long: bool = False
     """Leave out prompts that are too long for the model, instead of refusing the run."""
-    wording: str = "own"
+    wording: Annotated[str, WORDINGS] = "own"
     """As `data.wording`, of the sets that have one."""
-    repeats: int | None = None
+    repeats: Annotated[int | None, Between(1)] = None
     """Interleaved rounds of all methods, as in `GenerateTask`."""
 
     def data_of(self, config: RunConfig) -> list[Any]:
@@ -159,12 +152,12 @@ class ThroughputTask(TaskConfig):
     OWN_PAGES = "each level of task.concurrency has as many pages as it needs"
     NOT_RESUMED = None
     name: str = "throughput"
-    concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
-    requests: int = 2
+    concurrency: Annotated[list[int], Between(1)] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32])
+    requests: Annotated[int, Between(1)] = 2
     """Least requests of a level per unit of concurrency; prompts repeat in their order."""
     methods: dict[str, Any] = field(default_factory=dict)
     """Further methods than the run's algorithm: label to algorithm and its settings."""
-    repeats: int | None = None
+    repeats: Annotated[int | None, Between(1)] = None
     """Rounds of all methods at each level, as in `GenerateTask`."""
 
     def __post_init__(self) -> None:
@@ -187,12 +180,12 @@ class PaperTableTask(CompareTask):
     OWN_PAGES: ClassVar[str | None] = "each of task.concurrency has as many pages as it needs"
     MAY_BE_EMPTY: ClassVar[tuple[str, ...]] = (*CompareTask.MAY_BE_EMPTY, "concurrency")
     name: str = "paper_table"
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    temperatures: Annotated[list[float], Between(0)] = field(default_factory=lambda: [0.0, 1.0])
+    seeds: Annotated[list[int], Between(0)] = field(default_factory=lambda: [0, 1, 2])
     """Seeds at temperatures above 0; cells are means over them."""
-    concurrency: list[int] = field(default_factory=lambda: [1, 4, 8, 16, 32])
+    concurrency: Annotated[list[int], Between(1)] = field(default_factory=lambda: [1, 4, 8, 16, 32])
     """Requests at a time, for the throughput of the first prompt set at the first temperature; empty: none."""
-    requests: int = 2
+    requests: Annotated[int, Between(1)] = 2
     """Least requests of a throughput per unit of concurrency; prompts repeat in their order."""
 
 
@@ -205,16 +198,16 @@ class LosslessnessTask(MethodsTask):
     OWN_PAGES = "each of task.page_sizes and task.batches has as many pages as it needs"
     name: str = "losslessness"
     backends: list[str] = field(default_factory=lambda: ["fa4", "torch", "hybrid"])
-    page_sizes: list[int] = field(default_factory=lambda: [1, 16])
-    batches: list[int] = field(default_factory=lambda: [1, 3])
-    graphs: list[str] = field(default_factory=list)
+    page_sizes: Annotated[list[int], Between(1)] = field(default_factory=lambda: [1, 16])
+    batches: Annotated[list[int], Between(1)] = field(default_factory=lambda: [1, 3])
+    graphs: Annotated[list[str], GRAPH_LEVELS] = field(default_factory=list)
     """Levels of capture; empty takes the level of the run. Without a GPU there is only none."""
-    low_precision: str | None = "bfloat16"
+    low_precision: Annotated[str | None, ("bfloat16", "float16", "null")] = "bfloat16"
     """Decode in this dtype too, and report the first difference and the gap of its logits; null skips it."""
-    distribution_draws: int = 400
+    distribution_draws: Annotated[int, Between(0)] = 400
     """Draws of the first two tokens that are tested against the target's distribution; 0 skips the test."""
     temperature: float = 0.8
-    min_tokens: int = 0
+    min_tokens: Annotated[int, Between(0)] = 0
     """Repeat the prompts, sampled with other seeds each time, until this many tokens were compared for each method.
     Rules that draw their drafts are compared once, in greedy decoding."""
 
@@ -237,7 +230,7 @@ class GraphAblationTask(TaskConfig):
     RUN = "experiments.tasks.graph_ablation:GraphAblation"
     IGNORED = ("baseline", "samples", "runtime.graph")
     name: str = "graph_ablation"
-    levels: list[str] = field(default_factory=lambda: ["none", "draft", "verify", "step"])
+    levels: Annotated[list[str], GRAPH_LEVELS] = field(default_factory=lambda: ["none", "draft", "verify", "step"])
 
     def graphs_of(self, config: RunConfig, can_capture: bool) -> list[str]:
         return self.levels if can_capture else ["none"]
@@ -250,11 +243,8 @@ class KVScalesTask(TaskConfig):
     RUN = "experiments.tasks.kv_scales:KVScales"
     IGNORED = ("algo", "baseline", "samples", "runtime.kv_dtype", "runtime.kv_scales")
     name: str = "kv_scales"
-    margin: float = 1.0
+    margin: Annotated[float, Between(1.0, 16.0)] = 1.0
     """Factor of the largest magnitude that is seen: above 1 leaves room for text that is not among the prompts."""
-
-    def __post_init__(self) -> None:
-        expect_between("task.margin", self.margin, 1.0, 16.0)
 
     def methods_of(self, config: RunConfig) -> dict[str, Any]:
         return {"autoregressive": available()["autoregressive"].Config()}
@@ -295,11 +285,11 @@ class AdaptiveTask(CompareTask):
     OWN_PAGES = "each of task.batches has as many pages as it needs"
     NOT_RESUMED = TaskConfig.NOT_RESUMED
     name: str = "adaptive"
-    batches: list[int] = field(default_factory=lambda: [1, 8, 32])
+    batches: Annotated[list[int], Between(1)] = field(default_factory=lambda: [1, 8, 32])
     """Requests at a time."""
-    requests: int = 1
+    requests: Annotated[int, Between(1)] = 1
     """Requests per one of a batch, at least; prompts repeat in their order."""
-    repeats: int | None = 1
+    repeats: Annotated[int | None, Between(1)] = 1
     """Interleaved rounds of all settings."""
 
     def __post_init__(self) -> None:

@@ -1,7 +1,5 @@
 """The requests of a prompt set. A prompt that the target cannot serve is found before weights load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """One result of the benchmark: whether a kernel agrees with its reference, its time, and that of others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field

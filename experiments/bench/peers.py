@@ -12,8 +12,6 @@ sgl-kernel's operations have the signatures of `specdec_kernels.compat.sglang`. 
 (`sgl_kernel/**/common_ops*.so`). The renormalisations are FlashInfer's, and sgl-kernel has a compiled copy of them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import cache

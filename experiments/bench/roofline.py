@@ -6,8 +6,6 @@ move and compute. Without an entry each tensor argument counts as read once and 
 for a function that touches only part of a pool; `work_counted` of a result says which of the two was counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Which cases are timed, and the inputs they are timed on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -8,8 +8,6 @@ one replay of each after the other. `time_calls` times calls as a program makes 
 use `time.perf_counter`. All warm up first, are bounded in time, and report the median with the 20 % and 80 % quantiles.
 """
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Callable, Sequence

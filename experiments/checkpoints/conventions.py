@@ -8,8 +8,6 @@ what a head feeds back, what an MTP head reads, and layer ids that are one lower
 folder's own. Exit code 1: another reading is better by 5 %.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

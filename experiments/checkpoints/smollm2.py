@@ -13,8 +13,6 @@ the Hugging Face layout, since it rotates neighbours where transformers rotates 
 llama.cpp, convert_hf_to_gguf.py, LlamaModel.permute). `unpermuted` restores the order.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -5,8 +5,6 @@ without being constant, so speculative decoding has something to predict. A prob
 only if the SHA-256 of its question is divisible by 50, so training and evaluation share no question at any seed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import operator
 import random

@@ -4,8 +4,6 @@ Files are found at run time, not copied into the repository. The pure-Python mod
 kept out of training, and the code prompts are beginnings of functions from exactly these modules.
 """
 
-from __future__ import annotations
-
 import ast
 import sysconfig
 import textwrap

@@ -1,7 +1,5 @@
 """Reads prompt files: JSON lines or one JSON list, plain or gzipped, and parquet. Errors name the file and the line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import dataclass

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from omegaconf import MISSING
 
+from algorithms.checked import Between, Checked
 from experiments.data.prompt_files import DataError, Record, read_records
 from experiments.data.public import PUBLIC_SETS, WORDINGS, read_public, same_boxed, same_number
-from specdec_kernels.checks import expect_at_least, expect_choice
 
 if TYPE_CHECKING:
     from algorithms.models.tokenizer import Tokenizer
@@ -79,19 +79,17 @@ class PromptSet:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Checked):
     """Common to all sets."""
 
+    GROUP = "data."
     name: str = MISSING
-    limit: int | None = None
+    limit: Annotated[int | None, Between(1)] = None
     """Keep the first prompts; null keeps all."""
     skip_long: bool = False
     """Leave out prompts that are too long for the model, instead of refusing the run."""
     category: str | None = None
     """Keep the prompts of one kind."""
-
-    def __post_init__(self) -> None:
-        expect_at_least("data.limit", self.limit, 1, nullable=True)
 
     def load(self) -> PromptSet:
         """All prompts of the set, or at least the first `limit` where they have no category. Raises DataError where the
@@ -133,11 +131,7 @@ class LongData(DataConfig):
     """8 prompts of exactly `tokens` tokens, standard-library source, to measure long contexts."""
 
     name: str = "long"
-    tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        expect_at_least("data.tokens", self.tokens, 1)
+    tokens: Annotated[int, Between(1)] = 8192
 
     def load(self) -> PromptSet:
         from experiments.data.code import source_windows
@@ -195,12 +189,8 @@ class PublicData(DataConfig):
     """A public set in its published fields: from the local file `path`, or from the hub where `path` is None."""
 
     path: str | None = None
-    wording: str = "own"
+    wording: Annotated[str, WORDINGS] = "own"
     """`own`, or `field`: the instructions of the field's tables."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        expect_choice("data.wording", self.wording, WORDINGS)
 
     def load(self) -> PromptSet:
         source = PUBLIC_SETS[self.name]

@@ -6,8 +6,6 @@ scored by the last number (gsm8k) or the last boxed expression (math500, aime, a
 other sets measure speed and acceptance only. A given file is read without a download.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks of results: failures, which make a run not lossless, and warnings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page of a run: one HTML file without scripts and without network, so that it can be kept, mailed and opened."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from html import escape

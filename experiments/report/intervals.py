@@ -5,8 +5,6 @@ the half-width t * s / sqrt(n), with s the standard deviation over the n rounds 
 n - 1 degrees of freedom. Rounds of baseline and method are interleaved, so the ratio is taken within each round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import sqrt
 from statistics import fmean, stdev

@@ -1,7 +1,5 @@
 """A file of JSON lines that grows while a program runs, and that a later program can go on with."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence

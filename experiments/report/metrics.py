@@ -4,8 +4,6 @@ A new metric is declared here and computed in `summarize`. Tables, the glossary 
 from the declaration.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, TypedDict
 
 from experiments.report.tables import DASH, Metric, Result, columns, figure, joined

@@ -3,8 +3,6 @@
 docs/reading_a_report.md lists the files. `kv_scales.safetensors` has the scales of a float8 cache (task=kv_scales).
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Computes the figures that `metrics` declares from what the engine returned."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean

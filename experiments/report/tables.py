@@ -8,8 +8,6 @@
 A table is printed in the terminal and written as Markdown, CSV and HTML.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence

@@ -8,8 +8,6 @@ In bfloat16 steps of other sizes round differently, so outputs differ between se
 With `runtime.deterministic=true` all settings give the same output, and only the lengths are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Annotated, Any
@@ -54,7 +52,6 @@ def _steps(result: Result) -> str:
 class Adaptive(Task):
     """Every method at every batch on every prompt set."""
 
-    name = "adaptive"
     objective = "ratio_to_best_fixed"
     columns = (
         *columns(AdaptiveResult, "data", "batch", "method", "setting", "decode_tokens_per_s"),

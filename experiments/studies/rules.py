@@ -6,8 +6,6 @@ same drafts after the same tokens, and their expectations over the uniforms are 
 are random.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -104,7 +102,6 @@ class RuleResult(TypedDict):
 class VerificationRules(Task):
     """One result for each drafter, and each rule that is exact for its samples."""
 
-    name = "verification_rules"
     objective = "expected_accepted"
     columns = columns(
         RuleResult, "data", "method", "rule", "expected_accepted", "gain", "draft_sampling", "num_nodes", "row_steps",

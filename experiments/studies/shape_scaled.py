@@ -47,7 +47,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from einops import rearrange
@@ -56,11 +56,11 @@ from omegaconf import DictConfig
 from safetensors.torch import load_file
 from torch import Tensor
 
+from algorithms.checked import Between, Checked
 from experiments.app import cli
 from experiments.app.errors import user_errors
 from experiments.app.schema import REPO_ROOT
 from experiments.training.export import write_json
-from specdec_kernels.checks import expect_at_least, expect_choice
 
 Tensors = Iterator[tuple[str, Tensor]]
 
@@ -137,29 +137,21 @@ SHAPES = {
 
 
 @dataclass
-class ShapeScaledConfig:
+class ShapeScaledConfig(Checked):
     """Schema of `configs/shape_scaled.yaml`. family: folder with `target`, `dflash`, `eagle3` and `draft`. device: auto
     is a GPU where there is one. Random weights come from `seed`. routing: how tokens choose experts, of a shape that
     has any. skew: of `popular`, how far preferences differ. max_position_embeddings: the longest
     context; None is the shape's own."""
 
-    shape: str = "qwen3_8b"
-    routing: str = "tokens"
-    skew: float = 1.0
+    shape: Annotated[str, tuple(SHAPES)] = "qwen3_8b"
+    routing: Annotated[str, ROUTINGS] = "tokens"
+    skew: Annotated[float, Between(0.0)] = 1.0
     out: str = "???"
     family: str = str(REPO_ROOT / "assets/tiny")
-    dtype: str = "bfloat16"
-    device: str = "auto"
+    dtype: Annotated[str, tuple(DTYPES)] = "bfloat16"
+    device: Annotated[str, ("auto", "cpu", "cuda")] = "auto"
     seed: int = 0
-    max_position_embeddings: int | None = None
-
-    def __post_init__(self) -> None:
-        expect_at_least("max_position_embeddings", self.max_position_embeddings, 1, nullable=True)
-        expect_choice("shape", self.shape, tuple(SHAPES))
-        expect_choice("routing", self.routing, ROUTINGS)
-        expect_at_least("skew", self.skew, 0.0)
-        expect_choice("dtype", self.dtype, tuple(DTYPES))
-        expect_choice("device", self.device, ("auto", "cpu", "cuda"))
+    max_position_embeddings: Annotated[int | None, Between(1)] = None
 
 
 ConfigStore.instance().store(name="shape_scaled_schema", node=ShapeScaledConfig)

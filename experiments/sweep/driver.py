@@ -4,8 +4,6 @@ Every combination is composed and checked before any job runs. A launcher of Hyd
 are to run (`configs/sweep_jobs.yaml`), in this process or on another machine.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os

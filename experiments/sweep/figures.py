@@ -1,7 +1,5 @@
 """The figure of a sweep: lines over a swept key."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ sweep.json          the keys that were swept, and when the sweep was started wit
 A job is done where its run folder has a summary. A process that was killed leaves none.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A line is a method of a job that is done, or a job that is not done with its sta
 is the baseline of the speedups; it is left out where a job has other methods.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

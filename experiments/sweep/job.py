@@ -1,7 +1,5 @@
 """One job of a sweep, in the process that runs it: it owns the folder, resumes what was killed and records the end."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Sequence

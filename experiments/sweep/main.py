@@ -8,8 +8,6 @@ Exit codes of a run are in `cli`. A sweep exits with 1 where a job failed or was
 2 where all jobs were refused.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections import Counter

@@ -3,8 +3,6 @@
 With `share`, a slot keeps one process for all jobs of a target, which is loaded once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import multiprocessing

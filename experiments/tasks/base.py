@@ -1,7 +1,5 @@
 """A task: a question that is answered by a table of results, and how the results are shown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -54,9 +52,8 @@ def agreed(number: int, device: str) -> int:
 
 
 class Task:
-    """Base of all tasks. A subclass names itself, its columns and its objective, and measures."""
+    """Base of all tasks. A subclass names its columns and its objective, and measures."""
 
-    name: ClassVar[str]
     columns: ClassVar[Sequence[Column]]
     objective: ClassVar[str]  # key of the figure that stands for a run in the table of a sweep
 
@@ -143,10 +140,11 @@ class Task:
 
     def files(self, results: Sequence[Result], conditions: Mapping[str, Any]) -> dict[str, str]:
         """Files of results: the table as Markdown, CSV and JSON lines, which also carry `conditions`."""
+        name = self.plan.config.task.name
         return {
-            f"{self.name}.md": markdown(self.columns, results),
-            f"{self.name}.csv": csv_text(results),
-            f"{self.name}.jsonl": json_lines({**conditions, **result} for result in results),
+            f"{name}.md": markdown(self.columns, results),
+            f"{name}.csv": csv_text(results),
+            f"{name}.jsonl": json_lines({**conditions, **result} for result in results),
         }
 
     def decode(

@@ -4,8 +4,6 @@ The first job that needs one decodes and stores it; jobs that need it meanwhile 
 baseline several times shares each repeat by its number. Another machine, revision or version of a package decodes anew.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 The target alone decodes every prompt set, too. Speedups, losslessness and accuracy of each method are relative to that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from experiments.report.html_page import acceptance_lines, section, step_times
@@ -16,7 +14,6 @@ from experiments.tasks.base import Task
 class Compare(Task):
     """Every method on every prompt set, each set with its baseline first."""
 
-    name = "compare"
     objective = "tokens_per_step"
     columns = COMPARE
 

@@ -4,8 +4,6 @@ An acceptance rule for sampled drafts promises the target's distribution and not
 many seeds are counted, and Pearson's chi-square test compares the counts with the exact joint distribution.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch

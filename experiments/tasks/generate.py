@@ -5,8 +5,6 @@ Sampled output is compared as strictly as greedy output: random numbers are keye
 algorithm gives the tokens of autoregressive sampling.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -24,7 +22,6 @@ from experiments.tasks.decoding import AUTOREGRESSIVE
 class Generate(Task):
     """The run's algorithm and autoregressive decoding, with every output."""
 
-    name = "generate"
     objective = "tokens_per_step"
     columns = GENERATE
     records: Sequence[dict[str, Any]] = ()  # the lines of requests.jsonl, known once the run is measured

@@ -3,8 +3,6 @@
 Captured or not, the tokens must be the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -30,7 +28,6 @@ class GraphResult(MethodResult):
 class GraphAblation(Task):
     """One result per level of capture."""
 
-    name = "graph_ablation"
     objective = "decode_tokens_per_s"
     columns = (
         *columns(GraphResult, "level", "launch_ms_per_step", "device_ms_per_step", "decode_tokens_per_s"),

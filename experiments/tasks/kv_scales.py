@@ -5,8 +5,6 @@ magnitude, times a margin for text that is not among the prompts, over the large
 receives `kv_scales.safetensors` for `runtime.kv_scales`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, TypedDict
 
@@ -37,7 +35,6 @@ class ScaleResult(TypedDict):
 class KVScales(Task):
     """One result per layer."""
 
-    name = "kv_scales"
     objective = "num_tokens"
     columns = columns(ScaleResult)
 

@@ -12,8 +12,6 @@ low           in bfloat16 rounding depends on the shape of a batch: requests tha
 distribution  acceptance rules for sampled drafts: see `distribution`
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -96,7 +94,6 @@ class Losslessness(Task):
     """Each method on each backend, the baseline of a backend first. A difference in float32, or in a deterministic
     run, fails it."""
 
-    name = "losslessness"
     objective = "share_identical"
     columns = (
         *columns(IdentityResult, "backend", "method", "rule", "identical", "tokens", "low_precision"),

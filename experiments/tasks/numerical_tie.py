@@ -6,8 +6,6 @@ distribution contains the request's uniform, so it may change where the uniform 
 moves the borders. A larger difference is a fault.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Cells are `speedup / tokens per step` over autoregressive decoding of the same r
 requests with the same seeds; at temperature 0 all seeds are one. Throughput is of the first prompt set.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -47,7 +45,6 @@ class PaperResult(MethodResult):
 class PaperTable(Compare):
     """`task=compare` over temperatures, seeds and concurrencies."""
 
-    name = "paper_table"
     keeps_parts = False  # a cell needs the times of all requests
     columns = columns(
         PaperResult, "temperature", "seed", "concurrency", "data", "method", "speedup_decode", "tokens_per_step",
@@ -136,7 +133,7 @@ class PaperTable(Compare):
         }
         texts |= {f"{name}.tex": latex(pivots, captions[name], f"tab:{name}") for name, pivots in tables.items()}
         lines = json_lines({**conditions, **result} for result in results)
-        return {**texts, **figures(tables), f"{self.name}.jsonl": lines}
+        return {**texts, **figures(tables), f"{self.plan.config.task.name}.jsonl": lines}
 
     def sections(self, results: Sequence[Result]) -> list[str]:
         tables = paper_tables(results)

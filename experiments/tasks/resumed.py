@@ -4,8 +4,6 @@ requests.jsonl has the requests of the first round of each decoding, as they end
 each round that was finished, and what did it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple

@@ -74,7 +74,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
         identity = Identity(config.name)
         if config.sweep.name is not None:
             identity = Identity(own_name(typed) or config.name, config.sweep.name, path.name)
-        tracker = stack.enter_context(tracking(config.tracker, folder.path, resolved, identity, task.name))
+        tracker = stack.enter_context(tracking(config.tracker, folder.path, resolved, identity, config.task.name))
         task.folder, task.tracker = folder, tracker
         if config.sweep.name is not None and config.sweep.share_baseline and config.runtime.tensor_parallel == 1:
             task.baselines = baselines.BaselineStore(folder.path.parent / baselines.FOLDER)
@@ -103,7 +103,7 @@ def _write(task: Task, typed: str, results: Sequence[Result], notes: list[str], 
     from experiments.report.run_folder import DECODINGS, REPORT, REQUESTS, SUMMARY
 
     plan = task.plan
-    summary: dict[str, Any] = {"name": plan.config.name, "task": task.name, "objective": task.objective}
+    summary: dict[str, Any] = {"name": plan.config.name, "task": plan.config.task.name, "objective": task.objective}
     summary |= run_conditions(plan.config, plan.hardware, plan.model_label)
     summary |= {"command": typed, "failures": failures, "rows": results}
     conditions = {key: value for key, value in summary.items() if key not in OWN_KEYS}

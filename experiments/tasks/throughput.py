@@ -6,8 +6,6 @@ tokens of one step share the time since the step before (`inter_token_ms`, poole
 does not count as one slow token and some free ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -26,7 +24,6 @@ from experiments.tasks.base import Task
 class Throughput(Task):
     """The run's algorithm, further methods and the baseline at every level of concurrency."""
 
-    name = "throughput"
     objective = "wall_tokens_per_s"
     keeps_parts = False  # the rest of a level would run at another concurrency
     columns = THROUGHPUT

@@ -7,8 +7,6 @@ the same for all, so each has learned from the same tokens in the same order. Th
 each drafter, and `drafters.md`. The same command goes on where it was interrupted.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -7,8 +7,6 @@ The tokenizer is byte-level BPE in which every digit is a token of its own. Sing
 learnable for a small model, because a number always has the same spelling.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Writes a model folder in the Hugging Face layout, and the loss curve."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec

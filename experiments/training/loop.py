@@ -5,24 +5,22 @@ fractions: it warms up, stays, and falls linearly to zero over the last part (WS
 step, so a resumed run equals an uninterrupted one. At the end the model is the best one that was evaluated.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
+from algorithms.checked import Between, Checked
 from algorithms.engine.settings import LARGEST_INT32
 from algorithms.models.experts.module import ExpertTensors
 from experiments.app.atomic_write import whole_file
 from experiments.training.parallel import Replicas, local_device
-from specdec_kernels.checks import expect_at_least, expect_between
 
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
@@ -32,47 +30,39 @@ COUNTERS = ("step", "tokens", "elapsed_s", "best", "rows")  # attributes of the 
 LONGEST_STEP_S = 60.0
 LONGEST_SILENCE_S = 60.0  # longest time without a line of the log
 PRINT_INTERVAL_S = 15.0
+POSITIVE = Between(0, above=True)
 
 
 @dataclass
-class TrainSettings:
+class TrainSettings(Checked):
     """Settings of every objective under `train`. `device` auto is a GPU where there is one. `threads` null keeps the
     choice of `experiments.app.cpu_threads`. `autocast` computes in bfloat16 on float32 weights. Held-out figures are
     taken every `eval_every_steps` steps, and every `eval_every_minutes` if given."""
 
-    minutes: float | None = 45.0
-    steps: int | None = None
-    seed: int = 0
+    GROUP = "train."
+    minutes: Annotated[float | None, POSITIVE] = 45.0
+    steps: Annotated[int | None, Between(1)] = None
+    seed: Annotated[int, Between(0, LARGEST_INT32)] = 0
     device: str = "auto"
-    threads: int | None = None
+    threads: Annotated[int | None, Between(1)] = None
     autocast: bool = True
     compile: bool = False
-    matrix_lr: float = 0.006
-    other_lr: float = 0.003
-    expert_lr: float = 0.0015
-    weight_decay: float = 0.1
-    warmup_fraction: float = 0.02
-    decay_fraction: float = 0.5
-    grad_clip: float = 1.0
-    log_every_steps: int = 20
-    eval_every_steps: int = 200
-    eval_every_minutes: float | None = None
-    checkpoint_every_minutes: float = 4.0
+    matrix_lr: Annotated[float, POSITIVE] = 0.006
+    other_lr: Annotated[float, POSITIVE] = 0.003
+    expert_lr: Annotated[float, POSITIVE] = 0.0015
+    weight_decay: Annotated[float, Between(0)] = 0.1
+    warmup_fraction: Annotated[float, Between(0, 1)] = 0.02
+    decay_fraction: Annotated[float, Between(0, 1, above=True)] = 0.5
+    grad_clip: Annotated[float, POSITIVE] = 1.0
+    log_every_steps: Annotated[int, Between(1)] = 20
+    eval_every_steps: Annotated[int, Between(1)] = 200
+    eval_every_minutes: Annotated[float | None, POSITIVE] = None
+    checkpoint_every_minutes: Annotated[float, Between(0)] = 4.0
 
     def __post_init__(self) -> None:
         if self.minutes is None and self.steps is None:
             raise ValueError("train.minutes, train.steps: expected one of them at least, got none")
-        for key in ("log_every_steps", "eval_every_steps", "threads", "steps"):
-            expect_at_least(f"train.{key}", getattr(self, key), 1, nullable=key in ("threads", "steps"))
-        for key in ("weight_decay", "checkpoint_every_minutes"):
-            expect_at_least(f"train.{key}", getattr(self, key), 0)
-        for key in ("matrix_lr", "other_lr", "expert_lr", "grad_clip"):
-            expect_between(f"train.{key}", getattr(self, key), 0, math.inf, above=True)
-        expect_between("train.warmup_fraction", self.warmup_fraction, 0, 1)
-        expect_between("train.decay_fraction", self.decay_fraction, 0, 1, above=True)
-        for key in ("minutes", "eval_every_minutes"):
-            expect_between(f"train.{key}", getattr(self, key), 0, math.inf, above=True, nullable=True)
-        expect_between("train.seed", self.seed, 0, LARGEST_INT32)
+        super().__post_init__()
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:

@@ -4,16 +4,15 @@ The reported figures come from the exported folder, read back and served, becaus
 text may hide a fault of serving.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 
 from algorithms.algorithm import Algorithm
+from algorithms.checked import Between, Checked
 from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from algorithms.engine.settings import RuntimeSettings
@@ -24,7 +23,6 @@ from algorithms.step.sampling_params import SamplingNeeds, SamplingParams
 from experiments.data.prompts import datasets, load_prompts
 from experiments.report.console import step_progress
 from experiments.report.summarize import summarize_method
-from specdec_kernels.checks import expect_at_least, expect_choice
 
 BACKEND = "fa4"
 PREFILL_TOKENS_PER_SLOT = 16
@@ -62,20 +60,15 @@ class Writer:
 
 
 @dataclass
-class EvaluationSettings:
+class EvaluationSettings(Checked):
     """Greedy answers of up to `max_new_tokens` to the first `limit` prompts of each of the `sets` (names of `data=`),
     `batch` at a time, at the end of training. Without sets the prompts are those of the held-out text."""
 
-    sets: list[str] = field(default_factory=list)
-    limit: int = 32
-    max_new_tokens: int = 128
-    batch: int = 16
-
-    def __post_init__(self) -> None:
-        for name in self.sets:
-            expect_choice("evaluation.sets", name, tuple(datasets()))
-        for key in ("limit", "max_new_tokens", "batch"):
-            expect_at_least(f"evaluation.{key}", getattr(self, key), 1)
+    GROUP = "evaluation."
+    sets: Annotated[list[str], tuple(datasets())] = field(default_factory=list)
+    limit: Annotated[int, Between(1)] = 32
+    max_new_tokens: Annotated[int, Between(1)] = 128
+    batch: Annotated[int, Between(1)] = 16
 
 
 class ServedEvaluation:

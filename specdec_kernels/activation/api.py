@@ -1,7 +1,5 @@
 """SiLU of the gate times the up projection, over one packed buffer."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Named inputs of the gated activation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

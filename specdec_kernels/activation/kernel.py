@@ -1,7 +1,5 @@
 """SiLU times up as one Triton kernel: a program takes a block of columns of one row. Bound by memory."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

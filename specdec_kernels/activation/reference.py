@@ -1,7 +1,5 @@
 """The definition of the gated activation in plain torch."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Public function of the family: arguments are checked here, once for both implementations."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Named inputs of the exchange: one tensor holds the memory of all ranks, and the other ranks have written already."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -9,8 +9,6 @@ The number of the call is counted in memory, so a captured graph can be replayed
 whose words of one call have arrived has read the slot that the next call writes.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

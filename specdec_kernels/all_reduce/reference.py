@@ -1,7 +1,5 @@
 """The definition of the exchange in plain torch, for an `Exchange` that holds the memory of all ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The memory over which devices exchange rows."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Public functions of the family. All take contiguous tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 The state of a request is one short row, so one program holds it whole, and writes the state of its own request alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The definition of the commit in plain torch. No function reads a value back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

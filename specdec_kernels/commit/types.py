@@ -1,7 +1,5 @@
 """Arguments and results of a commit. P = D + 1 columns for the path of a tree of depth D."""
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Public functions of the family. The reference is plain Python, which reads back to the host."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Sizes of the programs, by chip."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

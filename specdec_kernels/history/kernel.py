@@ -1,7 +1,5 @@
 """Launches of the kernels over histories, which the modules `kernel_*` describe."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

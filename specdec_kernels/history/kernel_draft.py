@@ -8,8 +8,6 @@ candidate owns a path of nodes, which hangs below a node of its parent.
 
 # mypy: ignore-errors
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

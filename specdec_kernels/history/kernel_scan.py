@@ -16,8 +16,6 @@ frequent token fill its list there, and few others enter it.
 
 # mypy: ignore-errors
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

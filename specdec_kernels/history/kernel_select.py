@@ -7,8 +7,6 @@ position (24).
 
 # mypy: ignore-errors
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Definition of drafting from histories in plain Python over torch tensors, following the package's docstring."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A request's position p lies on page `page_table[b, p // page_size]`, at offset p
 page * page_size + offset (PagedAttention, arXiv 2309.06180).
 """
 
-from __future__ import annotations
-
 from specdec_kernels.kv_index.api import (
     flash_attention_table,
     flashinfer_indices,

@@ -4,8 +4,6 @@ Every function takes `page_table` [B, P] int32, page ids, negative where no page
 page.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -68,18 +66,14 @@ def level_slots(
     return build(page_table, lengths, active, levels, width, page_size, first)
 
 
-def flashinfer_indices(
-    page_table: Tensor, lengths: Tensor, page_size: int, capacity: int | None = None, impl: str = "auto"
-) -> FlashInferIndices:
+def flashinfer_indices(page_table: Tensor, lengths: Tensor, page_size: int, impl: str = "auto") -> FlashInferIndices:
     """Page ids of all requests, one request after another, as FlashInfer's paged wrappers take them.
 
     Args:
         lengths: [B] int64 tokens held; counted as P * page_size where larger.
-        capacity: entries of `indices`, B * P by default. Pages beyond it are left out and `indptr` ends there.
     """
     _check_table(page_table, page_size, lengths=lengths)
-    expect_at_least("capacity", 0 if capacity is None else capacity, 0)
-    return dispatch("flashinfer_indices", __package__, impl, page_table)(page_table, lengths, page_size, capacity)
+    return dispatch("flashinfer_indices", __package__, impl, page_table)(page_table, lengths, page_size)
 
 
 def flash_attention_table(

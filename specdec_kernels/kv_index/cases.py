@@ -1,7 +1,5 @@
 """Named inputs of the kv_index family: page tables and accepted paths."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -109,8 +107,7 @@ CASES = (
     _flashinfer("flashinfer_empty", "B = 0", batch=0, row_pages=3, page_size=4),
     _flashinfer("flashinfer_no_pages", "P = 0", batch=3, row_pages=0, page_size=4),
     _flashinfer("flashinfer_edges", "page edges, full and empty rows", gate=True, batch=9, row_pages=5, page_size=16),
-    _flashinfer("flashinfer_tail", "an unwritten tail", batch=7, row_pages=3, page_size=1, capacity=40),
-    _flashinfer("flashinfer_short", "writes past the capacity", batch=7, row_pages=3, page_size=2, capacity=5),
+    _flashinfer("flashinfer_tail", "an unwritten tail", batch=7, row_pages=3, page_size=1),
     _flashinfer(
         "flashinfer_many", "carry between scanned blocks", gate=True, bench=True, batch=1500, row_pages=6,
         page_size=16,

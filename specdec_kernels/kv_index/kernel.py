@@ -5,8 +5,6 @@ of its place by bisection. A move reads all its sources for a slice of the featu
 programs own different features or different pages, so no program reads what another writes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -145,15 +143,15 @@ def _level_slots_kernel(
     tl.store(counts_ptr + request, active * WIDTH, mask=in_out & (level == 0) & (column == 0))
 
 
-@triton.jit(do_not_specialize=["batch", "capacity"])
+@triton.jit(do_not_specialize=["batch", "entries"])
 def _flat_pages_kernel(
     table_ptr,  # [B, ROW_PAGES] int32
     lengths_ptr,  # [B] int64
     indptr_ptr,  # [B + 1] int32
-    indices_ptr,  # [capacity] int32
+    indices_ptr,  # [entries] int32
     last_page_len_ptr,  # [B] int32
     batch,
-    capacity,
+    entries,
     ROW_PAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -162,7 +160,7 @@ def _flat_pages_kernel(
     held = _held(lengths_ptr, place, place < batch, ROW_PAGES * PAGE_SIZE)
     last_page_len = tl.where(held > 0, (tl.maximum(held, 1) - 1) % PAGE_SIZE + 1, 0)
     tl.store(last_page_len_ptr + place, last_page_len.to(tl.int32), mask=place < batch)
-    in_out = place < capacity
+    in_out = place < entries
     row = owning_row(indptr_ptr, place, batch, in_out)
     found = in_out & (row < batch)
     column = place - tl.load(indptr_ptr + row, mask=found, other=0)
@@ -293,19 +291,17 @@ def level_slots(
     return found
 
 
-def flashinfer_indices(
-    page_table: torch.Tensor, lengths: torch.Tensor, page_size: int, capacity: int | None = None
-) -> FlashInferIndices:
+def flashinfer_indices(page_table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> FlashInferIndices:
     batch, row_pages = page_table.shape
-    capacity = batch * row_pages if capacity is None else capacity
+    entries = batch * row_pages
     out = FlashInferIndices(
-        *(torch.empty(n, dtype=torch.int32, device=page_table.device) for n in (batch + 1, capacity, batch))
+        *(torch.empty(n, dtype=torch.int32, device=page_table.device) for n in (batch + 1, entries, batch))
     )
-    running_sums(lengths, out.indptr, capacity=capacity, limit=row_pages * page_size, unit=page_size)
-    total, config = max(capacity, batch), CONFIGS[current_chip(page_table)]
+    running_sums(lengths, out.indptr, limit=row_pages * page_size, unit=page_size)
+    total, config = max(entries, batch), CONFIGS[current_chip(page_table)]
     block = lanes(total, config.flat_block)
     launch(
-        _flat_pages_kernel, (triton.cdiv(total, block),), page_table, lengths, *out, batch, capacity,
+        _flat_pages_kernel, (triton.cdiv(total, block),), page_table, lengths, *out, batch, entries,
         num_warps=config.num_warps, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=block,
     )  # fmt: skip
     return out

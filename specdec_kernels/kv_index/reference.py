@@ -1,7 +1,5 @@
 """Definition of the index functions in plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -24,19 +22,16 @@ def level_slots(
     return LevelSlots(torch.stack(slots) if slots else positions.clone(), positions.contiguous(), counts)
 
 
-def flashinfer_indices(
-    page_table: Tensor, lengths: Tensor, page_size: int, capacity: int | None = None
-) -> FlashInferIndices:
+def flashinfer_indices(page_table: Tensor, lengths: Tensor, page_size: int) -> FlashInferIndices:
     batch, row_pages = page_table.shape
-    capacity = batch * row_pages if capacity is None else capacity
     held = lengths.clamp(0, row_pages * page_size)
     pages = (held + page_size - 1) // page_size
-    ends = pages.cumsum(0).clamp(max=capacity)
+    ends = pages.cumsum(0)
     indptr = torch.cat([ends.new_zeros(1), ends])
-    place = torch.arange(capacity, device=page_table.device)
+    place = torch.arange(batch * row_pages, device=page_table.device)
     row = torch.searchsorted(ends, place, right=True)
     if batch == 0 or row_pages == 0:
-        indices = place.new_zeros(capacity)
+        indices = torch.zeros_like(place)
     else:
         safe_row = row.clamp(max=batch - 1)
         column = (place - indptr[safe_row]).clamp(0, row_pages - 1)

@@ -1,7 +1,5 @@
 """Results of the index functions."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,7 +17,7 @@ class FlashInferIndices(NamedTuple):
     """Paged-KV arrays in FlashInfer's layout."""
 
     indptr: Tensor  # [B + 1] int32: request b owns indices[indptr[b] : indptr[b + 1]]
-    indices: Tensor  # [capacity] int32 page ids, 0 after the last request
+    indices: Tensor  # [B * P] int32 page ids, 0 after the last request
     last_page_len: Tensor  # [B] int32: tokens on the last page, 0 for an empty request
 
 

@@ -1,7 +1,5 @@
 """Public functions of the family: checks, then the kernel or the definition."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -77,7 +75,6 @@ def materialize_kv(
     *,
     k_norm: Tensor | None,
     eps: float,
-    counts: Tensor | None = None,
     interleaved: bool = False,
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
@@ -91,20 +88,16 @@ def materialize_kv(
         kv: [layers, 2, pages, page_size, H_kv, D], dtype of k or float8_e4m3fn; written in place. Contiguous.
         slots: [T] int64; a token has the same slot in every layer. Other arguments are as in `write_kv`.
         k_norm: [layers, D] weights of the RMS norm, or None for no norm.
-        counts: [B] int32 valid tokens of each request, whose T / B tokens are adjacent; tokens from
-            `counts[b]` on are not stored (nor read). None stores every token that has a slot.
     """
     expect_shape("k", k, (None, None, None, None))
-    tokens, layers, kv_heads, head_dim = k.shape
+    _, layers, kv_heads, head_dim = k.shape
     expect_shape("kv", kv, (layers, 2, None, None, kv_heads, head_dim))
     store = KVStore(k, v, kv, slots, positions, rope)
     options = StoreOptions(eps, interleaved, k_scale, v_scale)
     _check_store(store, options)
     _expect_adjacent_heads(k=k, v=v)
-    expect_tensors({"k": k}, counts=(counts, (None,), torch.int32), k_norm=(k_norm, (layers, head_dim), _MODEL_DTYPES))
-    if counts is not None and (tokens % max(len(counts), 1) or (tokens and not len(counts))):
-        raise ValueError(f"counts: expected a number of requests that divides {tokens}, got {len(counts)}")
-    dispatch("materialize_kv", __package__, impl, k)(store, k_norm, counts, options)
+    expect_tensors({"k": k}, k_norm=(k_norm, (layers, head_dim), _MODEL_DTYPES))
+    dispatch("materialize_kv", __package__, impl, k)(store, k_norm, options)
 
 
 def _check_store(store: KVStore, options: StoreOptions) -> None:

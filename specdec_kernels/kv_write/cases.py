@@ -1,7 +1,5 @@
 """Named inputs of the fused norm, rotation and paged store."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -90,10 +88,9 @@ def materialize_inputs(
     fused: bool = False,
     rotary_dim: int | None = None,
     fp8: str = "",
-    counts: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
-    """As `write_inputs`; `counts`: requests with valid prefixes."""
+    """As `write_inputs`."""
     if fused:
         k, v = make.normal(tokens, layers, 2 * kv_heads, head_dim).split(kv_heads, dim=2)
     else:
@@ -108,7 +105,6 @@ def materialize_inputs(
         rope=rope_table(rotary_dim or head_dim, _MAX_POS, device=make.device),
         k_norm=make.normal(layers, head_dim) if norm else None,
         eps=1e-6,
-        counts=make.integers(0, tokens // counts + 2, counts, dtype=torch.int32) if counts else None,
         **_scales(make, fp8, kv_heads),
         **options,
     )
@@ -174,14 +170,11 @@ CASES = (
     _materialize("materialize_llama", "norm without weights", tokens=6, norm=False),
     _materialize("materialize_many", "several programs", tokens=200, layers=2, kv_heads=3),
     _materialize("materialize_shipped", "registers and vector width", tokens=4, gate=True, **_SHIPPED_LAYERS),
-    _materialize("materialize_counts", "rows after the valid prefix written", tokens=20, counts=4, skipped="some"),
     _materialize(
         "materialize_partial", "elements that do not turn", tokens=5, head_dim=32, rotary_dim=16, interleaved=True
     ),
-    _materialize("materialize_fp8", "scales by head", tokens=9, kv_heads=3, fp8="heads", counts=3),
-    _materialize(
-        "materialize_fp8_shipped", "registers", tokens=6, gate=True, fp8="number", counts=2, **_SHIPPED_LAYERS
-    ),
+    _materialize("materialize_fp8", "scales by head", tokens=9, kv_heads=3, fp8="heads", skipped="some"),
+    _materialize("materialize_fp8_shipped", "registers", tokens=6, gate=True, fp8="number", **_SHIPPED_LAYERS),
     _materialize("materialize_prefill_shipped", "registers", tokens=300, gate=True, tags=("large",), **_SHIPPED_LAYERS),
     _materialize("materialize_b8_n16", "commit of eight requests", tokens=128, **_BENCH_LAYERS),
     _materialize("materialize_prefill_8k", "a long prompt, bound by bandwidth", tokens=8192, **_BENCH_LAYERS),

@@ -12,8 +12,6 @@ the conversion, and the interpreter, store the same codes. Both public functions
 one layer with queries, `materialize_kv` several without.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +21,7 @@ from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 
 _STRIDES = ["q_stride", "k_stride", "k_layer_stride", "v_stride", "v_layer_stride"]
-_VARYING = ["tokens", "width", "num_slots", "max_pos", *_STRIDES]
+_VARYING = ["tokens", "num_slots", "max_pos", *_STRIDES]
 _INTERPRETER_ROWS = 2048
 _ROWS = 16
 _MAX_HEADS = 8
@@ -189,7 +187,7 @@ def _copy_heads(
     _store_part(to_ptr, kept[:, None] & exists, values, _head_scale(scale, head, BY_HEAD, NUM_HEADS), 0, D, D_BLOCK)
 
 
-# 23 arguments: queries, keys and values have strides of their own; slots, positions and tables serve all three.
+# 21 arguments: queries, keys and values have strides of their own; slots, positions and tables serve all three.
 @triton.jit(do_not_specialize=_VARYING)
 def _kv_write_kernel(
     q_ptr,  # [T, H, D], tokens q_stride heads apart; None where H is 0
@@ -199,14 +197,12 @@ def _kv_write_kernel(
     kv_ptr,  # [LAYERS, 2, num_slots, H_KV, D]
     slots_ptr,  # [T] int64
     positions_ptr,  # [T] int64
-    counts_ptr,  # [T / width] int32, or None
     rope_ptr,  # [max_pos, 2 * HALF] float32
     q_norm_ptr,  # [D], or None
     k_norm_ptr,  # [LAYERS, D], or None
     k_scale,  # of the pool: [H_KV] float32, a number for all heads, or None
     v_scale,
     tokens,
-    width,
     num_slots,
     max_pos,
     q_stride,
@@ -237,9 +233,6 @@ def _kv_write_kernel(
     lane = tl.arange(0, HEADS)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     here = token < tokens
-    if counts_ptr is not None:
-        request = token.to(tl.int32) // width
-        here = here & (token - request * width < tl.load(counts_ptr + request, mask=here, other=0))
     position = tl.load(positions_ptr + token, mask=here, other=0)
     if block < Q_BLOCKS:
         if H > 0:
@@ -272,14 +265,12 @@ def write_kv(
     q: torch.Tensor, store: KVStore, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, options: StoreOptions
 ) -> torch.Tensor:
     out = q.new_empty(q.shape)
-    _launch(q, out, q_norm, store.with_layer_axis(), None if k_norm is None else k_norm[None], None, options)
+    _launch(q, out, q_norm, store.with_layer_axis(), None if k_norm is None else k_norm[None], options)
     return out
 
 
-def materialize_kv(
-    store: KVStore, k_norm: torch.Tensor | None, counts: torch.Tensor | None, options: StoreOptions
-) -> None:
-    _launch(None, None, None, store, k_norm, counts, options)
+def materialize_kv(store: KVStore, k_norm: torch.Tensor | None, options: StoreOptions) -> None:
+    _launch(None, None, None, store, k_norm, options)
 
 
 def _launch(
@@ -288,7 +279,6 @@ def _launch(
     q_norm: torch.Tensor | None,
     store: KVStore,
     k_norm: torch.Tensor | None,
-    counts: torch.Tensor | None,
     options: StoreOptions,
 ) -> None:
     """q, out: [T, H, D] or None."""
@@ -304,14 +294,13 @@ def _launch(
     chip = current_chip(k)
     block = _tile(chip, tokens, heads, kv_heads)
     blocks = triton.cdiv(heads, block["HEADS"]) + layers * 2 * triton.cdiv(kv_heads, block["HEADS"])
-    width = 1 if counts is None else tokens // max(counts.shape[0], 1)
     q_stride = 0 if q is None else q.stride(0) // head_dim
     launch(
         _kv_write_kernel,
         (triton.cdiv(tokens, block["TOKENS"]), blocks),
         *(q, out, k, v, kv.view(torch.uint8) if kv.dtype == torch.float8_e4m3fn else kv),
-        *(slots, positions, counts, rope, q_norm, k_norm, k_scale, v_scale),
-        *(tokens, width, kv.shape[2] * kv.shape[3], rope.shape[0]),
+        *(slots, positions, rope, q_norm, k_norm, k_scale, v_scale),
+        *(tokens, kv.shape[2] * kv.shape[3], rope.shape[0]),
         # Strides in heads: the compiler then sees that every head begins aligned.
         *(q_stride, *(stride // head_dim for side in (k, v) for stride in side.stride()[:2])),
         eps,

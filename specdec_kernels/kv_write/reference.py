@@ -12,8 +12,6 @@ magnitudes were clamped to 448. The two roundings before the rotation are those 
 Hugging Face transformers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -24,17 +22,13 @@ E4M3_MAX = 448.0
 
 def write_kv(q: Tensor, store: KVStore, q_norm: Tensor | None, k_norm: Tensor | None, options: StoreOptions) -> Tensor:
     """See `specdec_kernels.write_kv`: `materialize_kv` of one layer, and the queries."""
-    materialize_kv(store.with_layer_axis(), None if k_norm is None else k_norm[None], None, options)
+    materialize_kv(store.with_layer_axis(), None if k_norm is None else k_norm[None], options)
     rows = _rope_rows(store.rope, store.positions)[:, None]
     return _rotate(_norm(q, q_norm, options.eps), rows, options.interleaved).to(q.dtype)
 
 
-def materialize_kv(store: KVStore, k_norm: Tensor | None, counts: Tensor | None, options: StoreOptions) -> None:
+def materialize_kv(store: KVStore, k_norm: Tensor | None, options: StoreOptions) -> None:
     k, v, kv, slots, positions, rope = store
-    if counts is not None:
-        width = slots.shape[0] // max(counts.shape[0], 1)
-        column = torch.arange(width, device=slots.device)
-        slots = torch.where((column < counts[:, None]).reshape(-1), slots, -1)
     rows = _rope_rows(rope, positions)[:, None, None]
     weight = None if k_norm is None else k_norm[:, None]
     keys = _rotate(_norm(k, weight, options.eps), rows, options.interleaved)

@@ -12,8 +12,6 @@ The kernel decides which elements form pair i (`interleaved`). Long-context chec
 All in float32: a 16-bit float does not hold the angle of a long position.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

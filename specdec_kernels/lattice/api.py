@@ -13,8 +13,6 @@ The depth of a node is `candidates // C + 1`.
 All tensors but the weight of `rnn_step` are contiguous.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

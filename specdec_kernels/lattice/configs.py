@@ -1,7 +1,5 @@
 """Sizes of the lattice kernels per chip."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specdec_kernels.launch import CHIPS

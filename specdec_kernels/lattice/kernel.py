@@ -9,8 +9,6 @@
    instruction of a warp. The smallest offer becomes a node, and its children's costs fill its lanes.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ A program owns some rows and some entries of their states: for each entry it rea
 its gates need, so that nothing but the new state is written.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

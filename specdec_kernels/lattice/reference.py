@@ -1,7 +1,5 @@
 """Definition of pair scores, chains, trees and states in plain torch; sums and probabilities in float64."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

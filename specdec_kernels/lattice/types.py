@@ -1,7 +1,5 @@
 """Arguments and results of the lattice functions."""
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple
 
 import torch

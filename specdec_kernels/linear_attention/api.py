@@ -15,8 +15,6 @@ and the state after it have the same bits in a prompt, in decoding, in a chain, 
 Tensors are contiguous where not said otherwise. Slots and rows are not checked: they are on the device.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Tiles of the kernels per chip. Every call of the recurrence has the same tile, whatever its number of rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specdec_kernels.launch import CHIPS

@@ -9,8 +9,6 @@ them. A row must see all that the rows it sees do.
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ other roundings of the outputs alone: the commit is this recurrence for both.
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

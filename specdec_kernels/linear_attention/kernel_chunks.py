@@ -11,8 +11,6 @@ and the second takes the state S through the chunks of a segment:
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

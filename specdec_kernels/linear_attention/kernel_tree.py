@@ -9,8 +9,6 @@ columns of S, and makes M and T for itself.
 """
 
 # mypy: ignore-errors
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Row links and paths of a forward, by a few torch operations on the device; all layers share them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

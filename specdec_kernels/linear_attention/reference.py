@@ -1,7 +1,5 @@
 """Definition of the gated delta rule in plain torch: paths one by one, rows one by one."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

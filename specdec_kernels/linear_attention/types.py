@@ -4,8 +4,6 @@ R rows (tokens), H key heads of size dk, HV value heads of size dv, C = 2 H dk +
 T taps of the convolution, S state slots. Value head h reads key head h // (HV / H).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple
 
 from torch import Tensor

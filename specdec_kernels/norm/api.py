@@ -8,8 +8,6 @@ A row is scaled in float32. It is rounded to its dtype before it is multiplied b
 Hugging Face's decoders, and after it is multiplied by a float32 weight, as in gpt-oss.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

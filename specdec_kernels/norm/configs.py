@@ -1,7 +1,5 @@
 """Warps of one program of the norm kernel, by the width of a row alone: a row's bits do not depend on other rows."""
 
-from __future__ import annotations
-
 MAX_WIDTH = 32768
 _ELEMENTS_PER_WARP = 512  # two 16-byte loads of two-byte numbers a lane
 _MAX_WARPS = 16

@@ -1,7 +1,5 @@
 """The definition of the norms in plain torch, with the roundings of Hugging Face's decoders."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

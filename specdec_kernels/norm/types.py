@@ -1,7 +1,5 @@
 """Arguments and results of the norms."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -13,8 +13,6 @@ Top-k is exact. Kernel (float32 sums) and reference (float64) may disagree about
 within 1e-6 * mass of p * mass, or whose logit lies within 4 float32 roundings of the min-p limit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Named inputs of the sampling family."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sizes of the selection and penalty kernels per chip."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 

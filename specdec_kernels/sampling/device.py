@@ -18,8 +18,6 @@ weights in whole units, in int64: the running sums are exact, rise from entry to
 resolve every value of a uniform.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ gives the strip that the uniform falls in, and that strip alone is read again. W
 `kernel_nucleus` and `kernel_settle` find the threshold of each row in between, and the weight that it keeps.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ These groups hold every token from C on. If the threshold is not below C they be
 rows are deferred to `kernel_nucleus`. Then `kernel_settle` finds the thresholds of both.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

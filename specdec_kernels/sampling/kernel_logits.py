@@ -5,8 +5,6 @@ A program holds a tile of the vocabulary of one node's row, or one node of `_for
 several). Rows of requests without a penalty or constraint are neither read nor written.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

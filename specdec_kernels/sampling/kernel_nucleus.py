@@ -7,8 +7,6 @@ between them are stored in the order of the row; `kernel_settle` finds the thres
 depends on timing, and no result does: chunks are added in their order.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -7,8 +7,6 @@
   is room for, and a top-k beyond the slots are settled by bisection over the row in memory.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ These are the largest value m; in sampled rows also s = sum exp((l - m) / T), an
 A strip is what one warp reads; no warp waits for another.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 

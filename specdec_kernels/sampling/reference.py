@@ -1,7 +1,5 @@
 """Definition of token selection, filters, penalties and the random stream in plain torch, computed in float64."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

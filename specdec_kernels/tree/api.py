@@ -1,7 +1,5 @@
 """Links, positions and masks of draft trees, and which candidates of a drafter become their nodes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -103,21 +101,19 @@ def merge_trees(
     return dispatch("merge_trees", __package__, impl, tokens)(tokens, parents, other_tokens, other_parents)
 
 
-def draft_topk(logits: Tensor, k: int, temperature: Tensor | None = None, impl: str = "auto") -> DraftTopk:
+def draft_topk(logits: Tensor, k: int, impl: str = "auto") -> DraftTopk:
     """The k largest logits of each row as probabilities, in falling order, among equals the lowest id first.
 
-    p = exp((l - max l) / T) / sum_i exp((l_i - max l) / T) over the whole row. NaN counts as -inf and +inf as the
-    largest float32; ids of probability 0 fill the rest. A temperature of 0 gives the first entry probability 1.
+    p = exp(l - max l) / sum_i exp(l_i - max l) over the whole row. NaN counts as -inf and +inf as the largest float32;
+    ids of probability 0 fill the rest.
 
     Args:
         logits: [R, V] float32, float16 or bfloat16, V >= k; the last dimension has stride 1, rows may be strided.
         k: 1 to 64.
-        temperature: [R] float32 or None for 1.
     """
     expect_strided(logits=(logits, (None, None), (torch.float32, torch.float16, torch.bfloat16)))
     expect_between("k", k, 1, min(MAX_CHILDREN, logits.shape[1]))
-    expect_tensors({"logits": logits}, temperature=(temperature, logits.shape[:1], torch.float32))
-    return dispatch("draft_topk", __package__, impl, logits, kernel="kernel_topk")(logits, k, temperature)
+    return dispatch("draft_topk", __package__, impl, logits, kernel="kernel_topk")(logits, k)
 
 
 def sample_children(

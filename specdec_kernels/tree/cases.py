@@ -1,7 +1,5 @@
 """Named inputs of the tree family."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -65,17 +63,15 @@ def _two_trees(
     return dict(tokens=ours, parents=parents, other_tokens=theirs, other_parents=other_parents)
 
 
-def _logits(make: Maker, rows: int, vocab: int, k: int, tempered: bool = False, scale: float = 4.0) -> dict[str, Any]:
-    logits = make.normal(rows, vocab, scale=scale)
-    temperature = make.tensor([[0.0, 0.5, 1.0, 3.0][r % 4] for r in range(rows)], torch.float32) if tempered else None
-    return dict(logits=logits, k=k, temperature=temperature)
+def _logits(make: Maker, rows: int, vocab: int, k: int, scale: float = 4.0) -> dict[str, Any]:
+    return dict(logits=make.normal(rows, vocab, scale=scale), k=k)
 
 
 def _equal_logits(make: Maker, rows: int, vocab: int, k: int) -> dict[str, Any]:
     return dict(logits=make.integers(0, 3, rows, vocab).to(make.dtype), k=k)
 
 
-def _hostile_logits(make: Maker, vocab: int, k: int, greedy: bool = False) -> dict[str, Any]:
+def _hostile_logits(make: Maker, vocab: int, k: int) -> dict[str, Any]:
     """NaN, infinities, nothing usable, one usable entry, and a strided view whose neighbours are larger."""
     nan, inf = float("nan"), float("inf")
     logits = make.normal(6, vocab + 5)
@@ -87,7 +83,7 @@ def _hostile_logits(make: Maker, vocab: int, k: int, greedy: bool = False) -> di
     logits[4, :vocab] = -inf
     logits[4, vocab // 2] = 1.0
     logits[5, :vocab] = 0.0
-    return dict(logits=logits[:, :vocab], k=k, temperature=make.tensor([0.0] * 6, torch.float32) if greedy else None)
+    return dict(logits=logits[:, :vocab], k=k)
 
 
 def expansion(
@@ -301,12 +297,11 @@ CASES = (
     _topk_case("topk_empty", "launch on an empty grid", rows=0, vocab=9, k=2),
     _topk_case("topk_all", "exhausted tiles", rows=2, vocab=10, k=10),
     _topk_case("topk_one_tile", "a row of one tile", gate=True, rows=3, vocab=100, k=1),
-    _topk_case("topk_odd", "a last tile of one entry", rows=3, vocab=8193, k=8, tempered=True),
+    _topk_case("topk_odd", "a last tile of one entry", rows=3, vocab=8193, k=8),
     _topk_case("topk_flat", "sum of many tiles", rows=2, vocab=5000, k=4, scale=0.01),
     case_of("draft_topk", _equal_logits, "topk_equal", "the lowest id among equals", rows=3, vocab=1100, k=64),
     case_of("draft_topk", _equal_logits, "topk_equal_tiles", "the lowest of equal tiles", rows=3, vocab=1100, k=3),
     case_of("draft_topk", _hostile_logits, "topk_hostile", "NaN and infinities", vocab=700, k=9),
-    case_of("draft_topk", _hostile_logits, "topk_hostile_greedy", "a row without a token", vocab=700, k=9, greedy=True),
     _topk_case("topk_qwen", "the shipped vocabulary", gate=True, bench=True, tags=_LARGE, rows=32, vocab=_VOCAB, k=8),
     _topk_case("topk_widest", "the widest vocabulary", tags=_LARGE, rows=4, vocab=248320, k=64),
     _sample_case("sample_empty", "launch on an empty grid", batch=0, vocab=9, replacement=False),

@@ -5,8 +5,6 @@ a chain they are known.
 The union of two trees has one program per request: the nodes of the second tree are taken one after the other.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ parent: the sums give the group that the uniform falls in, which is read again. 
 again without the sampled tokens, so that no difference of two sums is ever formed.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ Scores are compared as integers of the same order (`sort_key`), whose maximum is
 `best_first_tree` keeps one offer per node, the value of its next unused child; the best offer becomes a node.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

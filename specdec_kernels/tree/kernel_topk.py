@@ -2,11 +2,9 @@
 """The k largest logits of a row over a split vocabulary, without a sort.
 
 The first kernel reads the logits once: the largest logit of every tile, and of every strip of tiles its largest logit m
-and s = sum exp((l - m) / T). The second kernel runs one program per row. The k best tokens, in the order (logit
+and s = sum exp(l - m). The second kernel runs one program per row. The k best tokens, in the order (logit
 falling, id rising), lie in the k tiles whose best token comes first; these tiles are read again.
 """
-
-from __future__ import annotations
 
 from functools import partial
 
@@ -16,7 +14,7 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
-from specdec_kernels.sampling.device import FLOAT32_MAX, LOG2E, exponent_scale, finite, key_value, sort_key, usable
+from specdec_kernels.sampling.device import FLOAT32_MAX, LOG2E, finite, key_value, sort_key, usable
 from specdec_kernels.tree.configs import CONFIGS
 from specdec_kernels.tree.kernel_selection import NO_SCORE
 from specdec_kernels.tree.types import DraftTopk
@@ -32,27 +30,16 @@ def _load_logits(logits_ptr, row_offset, column, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _tile_statistics(logit, scale):
+def _tile_statistics(logit):
     """The largest of each tile and of all, and the sum of the weights of all."""
     tile_max = tl.max(logit, 1)
     top = tl.max(tile_max, 0)
-    return tile_max, top, tl.sum(tl.exp2((logit - finite(top)) * scale))
-
-
-@triton.jit
-def _scale(temperature_ptr, row):
-    """log2(e) / T of the row, at T = 1 where there is no temperature or it is not positive."""
-    if temperature_ptr is not None:
-        scale = exponent_scale(tl.load(temperature_ptr + row))
-    else:
-        scale = LOG2E
-    return scale
+    return tile_max, top, tl.sum(tl.exp2((logit - finite(top)) * LOG2E))
 
 
 @triton.jit
 def _topk_tiles_kernel(
     logits_ptr,  # [R, VOCAB], row stride row_stride
-    temperature_ptr,  # [R] float32, or None
     tile_max_ptr,  # [R, TILES] float32
     strip_ptr,  # [2, R, strips] float32: maximum and sum
     row_stride,
@@ -68,11 +55,10 @@ def _topk_tiles_kernel(
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
     logit = _load_logits(logits_ptr, row * row_stride, column, VOCAB)
-    scale = _scale(temperature_ptr, row)
-    tile_max, top, total = _tile_statistics(logit, scale)
+    tile_max, top, total = _tile_statistics(logit)
     # An infinity shows in the largest logit, and a NaN in the sum; replacing them in every entry would be slower.
     if ((top <= FLOAT32_MAX) & (total == total)) == 0:
-        tile_max, top, total = _tile_statistics(usable(logit), scale)
+        tile_max, top, total = _tile_statistics(usable(logit))
     tl.store(tile_max_ptr + row * TILES + tile, tile_max, mask=tile < TILES)
     place = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(strip_ptr + place, top)
@@ -82,7 +68,6 @@ def _topk_tiles_kernel(
 @triton.jit
 def _topk_merge_kernel(
     logits_ptr,  # [R, VOCAB], row stride row_stride
-    temperature_ptr,  # [R] float32, or None
     tile_max_ptr,  # [R, TILES] float32
     strip_ptr,  # [2, R, STRIPS] float32: maximum and sum
     probs_ptr,  # [R, COUNT] float32
@@ -107,9 +92,8 @@ def _topk_merge_kernel(
     place = strip_ptr + row * STRIPS + strip
     strip_max = tl.load(place, mask=strip < STRIPS, other=float("-inf"))
     strip_sum = tl.load(place + tl.num_programs(0).to(tl.int64) * STRIPS, mask=strip < STRIPS, other=0.0)
-    scale = _scale(temperature_ptr, row)
     shift = finite(tl.max(strip_max, 0))
-    total = tl.sum(strip_sum * tl.exp2((strip_max - shift) * scale), 0)
+    total = tl.sum(strip_sum * tl.exp2((strip_max - shift) * LOG2E), 0)
     total = tl.where(total > 0, total, 1.0)
 
     # Lanes without a tile hold -inf, and come after the tiles that hold -inf.
@@ -132,15 +116,13 @@ def _topk_merge_kernel(
         key = tl.where(lane == rank, best, key)
         image = tl.where(column == winner, NO_SCORE, image)
     logit = key_value(key, 0)
-    prob = tl.exp2((logit - shift) * scale) / total
-    if temperature_ptr is not None:
-        prob = tl.where(tl.load(temperature_ptr + row) > 0, prob, tl.where(lane == 0, 1.0, 0.0))
+    prob = tl.exp2((logit - shift) * LOG2E) / total
     prob = tl.where(logit > float("-inf"), prob, 0.0)
     tl.store(probs_ptr + row * COUNT + lane, prob, mask=lane < COUNT)
     tl.store(tokens_ptr + row * COUNT + lane, token.to(tl.int64), mask=lane < COUNT)
 
 
-def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = None) -> DraftTopk:
+def draft_topk(logits: torch.Tensor, k: int) -> DraftTopk:
     rows, vocab = logits.shape
     chip = current_chip(logits)
     config = CONFIGS[chip]
@@ -153,11 +135,11 @@ def draft_topk(logits: torch.Tensor, k: int, temperature: torch.Tensor | None = 
     result = DraftTopk(out(rows, k), out(rows, k, dtype=torch.int64))
     sizes = dict(VOCAB=vocab, TILES=tiles, TILE=config.topk_tile, **pdl_options(chip))
     launch(
-        _topk_tiles_kernel, (rows, strips), logits, temperature, tile_max, strip, logits.stride(0),
+        _topk_tiles_kernel, (rows, strips), logits, tile_max, strip, logits.stride(0),
         BLOCK_T=block_t, num_warps=config.topk_warps, **sizes,
     )  # fmt: skip
     launch(
-        _topk_merge_kernel, (rows,), logits, temperature, tile_max, strip, *result, logits.stride(0), STRIPS=strips,
+        _topk_merge_kernel, (rows,), logits, tile_max, strip, *result, logits.stride(0), STRIPS=strips,
         COUNT=k, BLOCK_T=all_tiles, BLOCK_S=lanes(strips), BLOCK_K=lanes(k), num_warps=config.merge_warps, **sizes,
     )  # fmt: skip
     return result

@@ -1,7 +1,5 @@
 """Definition of the tree functions in plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -84,16 +82,13 @@ def merge_trees(tokens: Tensor, parents: Tensor, other_tokens: Tensor, other_par
     return merged
 
 
-def draft_topk(logits: Tensor, k: int, temperature: Tensor | None = None) -> DraftTopk:
+def draft_topk(logits: Tensor, k: int) -> DraftTopk:
     usable = torch.nan_to_num(logits.float(), nan=-torch.inf, neginf=-torch.inf).double()
     values, tokens = (part[:, :k] for part in usable.sort(dim=-1, descending=True, stable=True))
     top = torch.nan_to_num(values[:, :1], neginf=0.0)
-    own = torch.ones_like(top) if temperature is None else temperature.double()[:, None]
-    # A temperature of 0 gives NaN here, which is not taken.
-    total = ((usable - top) / own).exp().sum(-1, keepdim=True)
-    probs = torch.where(total > 0, ((values - top) / own).exp() / total, 0.0)
-    first = (torch.arange(k, device=logits.device) == 0) & (values > -torch.inf)
-    return DraftTopk(torch.where(own > 0, probs, first.double()).float(), tokens.contiguous())
+    total = (usable - top).exp().sum(-1, keepdim=True)
+    probs = torch.where(total > 0, (values - top).exp() / total, 0.0)
+    return DraftTopk(probs.float(), tokens.contiguous())
 
 
 def sample_children(call: ChildSampling) -> None:

@@ -1,7 +1,5 @@
 """Arguments and results of the tree functions, and their limits."""
 
-from __future__ import annotations
-
 from typing import Annotated, NamedTuple
 
 from torch import Tensor

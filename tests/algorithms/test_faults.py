@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import specdec_kernels as kernels
 from algorithms.algorithm import Batch, DraftTree
 from algorithms.attention.cache import KVCache
 from algorithms.drafting import sampled_tree
 from algorithms.models.loading import Target
 from algorithms.standalone import Standalone
-from algorithms.step import step
 from specdec_kernels import Accepted, TreeLinks
 from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, Watched
 from tests.algorithms.toy import (
@@ -133,7 +133,7 @@ def test_every_page_of_a_failed_request_is_cleared(monkeypatch: pytest.MonkeyPat
 
 def test_a_padding_row_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever acceptance says about it: its pages may be those of a request that has moved to another row."""
-    accept = step.accept
+    accept = kernels.accept
 
     def generous(rule: str, tokens: Tensor, links: TreeLinks, *rest: object, **options: object) -> Accepted:
         accepted = accept(rule, tokens, links, *rest, **options)  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def test_a_padding_row_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return propose(batch)
 
     monkeypatch.setattr(algorithm, "propose", watched)
-    monkeypatch.setattr(step, "accept", generous)
+    monkeypatch.setattr(kernels, "accept", generous)
     setup = Setup(max_batch=4, graph="step", async_steps=1, page_size=4)
     assert [c.token_ids for c in run(algorithm, few, setup, TARGET).completions] == wanted
 

@@ -115,7 +115,7 @@ def test_steps_that_nobody_needs_it_in_forbid_nothing(monkeypatch: pytest.Monkey
         calls.append(len(logits))
         forbid_tokens(logits, *args, **options)
 
-    monkeypatch.setattr("algorithms.step.step.forbid_tokens", counted)
+    monkeypatch.setattr("specdec_kernels.forbid_tokens", counted)
     engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
     plain = engine.generate(bare()[:2]).completions
     assert not calls and engine.parts.state.forbidden is None

@@ -97,14 +97,14 @@ def test_drafts_do_not_change_the_text(kind: str, name: str) -> None:
 
 def test_prompts_by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the prefill schedule, with the same outputs."""
-    target, chunks = TARGETS["linear and attention"], 0
+    target, chunks, in_chunks = TARGETS["linear and attention"], 0, kernels.delta_rule_chunks
 
     def counted(inputs: Any, plan: Any, *call: Any, **how: Any) -> torch.Tensor:
         nonlocal chunks
         chunks += int(plan.whole.sum())
-        return kernels.delta_rule_chunks(inputs, plan, *call, **how)
+        return in_chunks(inputs, plan, *call, **how)
 
-    monkeypatch.setattr(memory, "delta_rule_chunks", counted)
+    monkeypatch.setattr(kernels, "delta_rule_chunks", counted)
     asked = [changed(each, prompt_ids=(each.prompt_ids * 60)[: 50 + 35 * each.id]) for each in requests(3, 5)]
     setup = Setup(max_length=128, prefill_tile=64)
     setups = [setup, replace(setup, prefill_chunk=64, max_batch=2, graph="step")]

@@ -80,12 +80,13 @@ def test_log_probabilities_of_sampled_chains(monkeypatch: pytest.MonkeyPatch, ru
 def test_log_probabilities_are_computed_where_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that does not ask has none, whoever shares its steps; steps that nobody asks of do not compute them."""
     computed: list[bool] = []
+    accept = kernels.accept
 
-    def accept(*args: Any, return_logprobs: bool, **options: Any) -> Accepted:
+    def counted(*args: Any, return_logprobs: bool, **options: Any) -> Accepted:
         computed.append(return_logprobs)
-        return kernels.accept(*args, return_logprobs=return_logprobs, **options)
+        return accept(*args, return_logprobs=return_logprobs, **options)
 
-    monkeypatch.setattr("algorithms.step.step.accept", accept)
+    monkeypatch.setattr(kernels, "accept", counted)
     plain = run(autoregressive(TARGET), asked()[:3], Setup(), TARGET).completions
     assert not any(computed) and [c.logprobs for c in plain] == [[], [], []]
     computed.clear()

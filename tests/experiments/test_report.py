@@ -160,7 +160,7 @@ def test_terminal_shows_table_charts_and_sample_but_no_commands() -> None:
 
 def test_every_heading_and_every_count_is_explained() -> None:
     for task in (Generate, Compare, Throughput):
-        assert all(column.help for column in task.columns), task.name
+        assert all(column.help for column in task.columns), task
     counts = {"accepted": [8, 6], "rejected": [2, 1], "no_draft": [0, 1]}
     assert position_counts({"acceptance": counts}, 0) == " 8/10"
     assert position_counts({"acceptance": counts}, 1) == " 6/7, 1 without"

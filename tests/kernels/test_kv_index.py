@@ -56,11 +56,9 @@ def test_backend_indices(impl: str, table: tuple[list[list[int]], int], data: st
     lengths = [data.draw(st.integers(0, row_pages * page_size)) for _ in rows]
     used = [row[: -(-length // page_size)] for row, length in zip(rows, lengths, strict=True)]
     flat = [page for pages in used for page in pages]
-    capacity = data.draw(st.sampled_from([None, len(flat), len(flat) + 5]))
 
-    found = flashinfer_indices(as_table(rows), as_ints(lengths), page_size, capacity, impl=impl)
-    size = len(rows) * row_pages if capacity is None else capacity
-    assert found.indices.tolist() == flat + [0] * (size - len(flat))
+    found = flashinfer_indices(as_table(rows), as_ints(lengths), page_size, impl=impl)
+    assert found.indices.tolist() == flat + [0] * (len(rows) * row_pages - len(flat))
     assert found.indptr.tolist() == [sum(map(len, used[:b])) for b in range(len(rows) + 1)]
     whole = [
         (pages - 1) * page_size + last for pages, last in zip(map(len, used), found.last_page_len.tolist(), strict=True)
@@ -70,13 +68,6 @@ def test_backend_indices(impl: str, table: tuple[list[list[int]], int], data: st
     other = flash_attention_table(as_table(rows), as_ints(lengths), page_size, impl=impl)
     assert other.page_table.tolist() == [pages + [0] * (row_pages - len(pages)) for pages in used]
     assert other.seqused_k.tolist() == lengths
-
-
-def test_a_short_capacity_is_never_passed(impl: str) -> None:
-    table, lengths = as_table([[4, 2], [1, 3], [0, 5]]), as_ints([4, 4, 4])
-    found = flashinfer_indices(table, lengths, 2, capacity=3, impl=impl)
-    assert found.indices.tolist() == [4, 2, 1]
-    assert found.indptr.tolist() == [0, 2, 3, 3]
 
 
 @given(
@@ -116,8 +107,6 @@ def test_wrong_input_is_refused() -> None:
     counts = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="page_size: expected at least 1, got 0"):
         flashinfer_indices(table, lengths, 0)
-    with pytest.raises(ValueError, match="capacity: expected at least 0"):
-        flashinfer_indices(table, lengths, 4, capacity=-1)
     with pytest.raises(ValueError, match="counts: expected dtype torch.int32"):
         token_slots(table, lengths, lengths, 3, 4)
     with pytest.raises(ValueError, match="width: expected at least 0"):

@@ -156,17 +156,6 @@ def test_a_scaled_pool_gives_the_keys_back(kind: str, impl: str) -> None:
     assert (inputs["kv"].float().abs() == 448).any(), "nothing saturates: the case tests too little"
 
 
-def test_counts_are_slots_of_minus_one(impl: str) -> None:
-    """The valid prefix of each request is stored as if the slots after it were -1."""
-    inputs = materialize_inputs(Maker.seeded(DEVICE), tokens=12, counts=3)
-    inputs["counts"] = torch.tensor([0, 3, 9], dtype=torch.int32, device=DEVICE)
-    kept = torch.tensor([0] * 4 + [1, 1, 1, 0] + [1] * 4, dtype=torch.bool, device=DEVICE)
-    masked = inputs | dict(counts=None, slots=torch.where(kept, inputs["slots"], -1), kv=inputs["kv"].clone())
-    materialize_kv(**masked, impl="reference")
-    materialize_kv(**inputs, impl=impl)
-    torch.testing.assert_close(inputs["kv"], masked["kv"], rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("skipped", ["none", "some", "all", "outside"])
 def test_only_the_named_slots_change(skipped: str, impl: str) -> None:
     arguments = write_inputs(Maker.seeded(DEVICE), tokens=8, skipped=skipped)
@@ -216,7 +205,6 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
     [
         (dict(kv=torch.zeros(2, 2, 3, 16, 2, 16)), r"kv: expected shape \[3, 2, \*, \*, 2, 16\]"),
         (dict(k_norm=torch.zeros(16)), r"k_norm: expected shape \[3, 16\], got \[16\]"),
-        (dict(counts=torch.ones(2, dtype=torch.int32)), "counts: expected a number of requests that divides 5, got 2"),
     ],
 )
 def test_bad_layers_are_named(change: dict[str, Any], message: str) -> None:

@@ -17,8 +17,8 @@ def planted(**changes: str) -> Mutant:
     given = dict(
         name="planted",
         path="specdec_kernels/tree/types.py",
-        old="from __future__ import annotations",
-        new="from __future__ import annotations  # harmless",
+        old="from typing import Annotated, NamedTuple",
+        new="from typing import Annotated, NamedTuple  # harmless",
         bug="none",
     )
     test = changes.pop("test", "tests/test_imports.py::test_kernels_import_torch_and_triton_only")
@@ -29,8 +29,16 @@ def planted(**changes: str) -> Mutant:
     "mutant, status, detail",
     [
         (planted(), SURVIVED, "1 tests passed"),
-        (planted(new="from __future__ import annotations\nimport numpy"), CAUGHT, "test_imports test_kernels_import"),
-        (planted(path="tests/test_imports.py", new="import os\nos._exit(3)"), CRASHED, "ended with 3"),
+        (
+            planted(new="from typing import Annotated, NamedTuple\nimport numpy"),
+            CAUGHT,
+            "test_imports test_kernels_import",
+        ),
+        (
+            planted(path="tests/test_imports.py", old="import ast\n", new="import os\nos._exit(3)\n"),
+            CRASHED,
+            "ended with 3",
+        ),
         (planted(old="no such text"), BROKEN, "expected its text once in .*, found it 0 times"),
         (planted(test="tests/test_imports.py::test_of_nothing"), BROKEN, "stale tests"),
     ],

@@ -18,12 +18,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends import packages
 from algorithms.attention.backends.protocol import NO_BITS, BackendError
-from specdec_kernels.checks import expect_at_least, expect_choice
+from algorithms.checked import Between, Checked
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from specdec_kernels import AttentionMetadata, AttentionShape
 
 PACKAGE = "flashinfer-python"
-KERNELS = ("auto", "fa2", "fa3")
 _HEAD_DIMS = (64, 128, 256)
 _LN_2 = math.log(2.0)
 
@@ -53,15 +52,12 @@ class FlashInferBackend(packages.PackageBackend):
     capturable = False
 
     @dataclass
-    class Config:
+    class Config(Checked):
+        GROUP = "backend."
         name: str = "flashinfer"
-        kernel: str = "auto"
+        kernel: Annotated[str, ("auto", "fa2", "fa3")] = "auto"
         """FlashInfer's own backend for calls without a tree: `auto`, `fa2` or `fa3`."""
-        workspace_mb: int = 128
-
-        def __post_init__(self) -> None:
-            expect_choice("backend.kernel", self.kernel, KERNELS)
-            expect_at_least("backend.workspace_mb", self.workspace_mb, 1)
+        workspace_mb: Annotated[int, Between(1)] = 128
 
         @property
         def capturable(self) -> bool:

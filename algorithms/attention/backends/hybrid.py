@@ -8,13 +8,13 @@ decode backend, trees and blocks of drafts to the one that `verify` names, every
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from algorithms.attention.backends.flashinfer import FlashInferBackend
 from algorithms.attention.backends.protocol import Backend, Levels
 from algorithms.attention.backends.torch import TorchBackend
 from algorithms.attention.backends.triton import TritonBackend
-from specdec_kernels.checks import expect_choice
+from algorithms.checked import Checked
 
 if TYPE_CHECKING:
     import torch
@@ -40,28 +40,24 @@ class HybridBackend:
     name = "hybrid"
 
     @dataclass
-    class Config:
+    class Config(Checked):
+        GROUP = "backend."
         name: str = "hybrid"
-        prefill: str = "fa4"
+        prefill: Annotated[str, tuple(SINGLE)] = "fa4"
         """Backend that serves prompts."""
-        decode: str = "fa4"
+        decode: Annotated[str, tuple(SINGLE)] = "fa4"
         """Backend that serves one token per request."""
-        verify: str = "decode"
+        verify: Annotated[str, SIDES] = "decode"
         """Which of the two verifies drafts: `prefill` or `decode`."""
-        draft: str = "decode"
+        draft: Annotated[str, SIDES] = "decode"
         """Which of the two serves the drafter: `prefill` or `decode`."""
         fa4: TritonBackend.Config = field(default_factory=TritonBackend.Config)
         flashinfer: FlashInferBackend.Config = field(default_factory=FlashInferBackend.Config)
         torch: TorchBackend.Config = field(default_factory=TorchBackend.Config)
 
         def __post_init__(self) -> None:
-            valid = list(SINGLE)
-            for key in SIDES:
-                expect_choice(f"backend.{key}", getattr(self, key), valid)
-            for key in ("verify", "draft"):
-                expect_choice(f"backend.{key}", getattr(self, key), SIDES)
-
-            for name in valid:
+            super().__post_init__()
+            for name in SINGLE:
                 settings = getattr(self, name)
                 if settings.name != name:
                     raise ValueError(f"backend.{name}.name: expected {name}, got {settings.name!r}")

@@ -6,8 +6,6 @@
 An attention sink of logit z is a part without a value: lse' = log(e^lse + e^z), out' = e^(lse - lse') out.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends.flash_attention_4 import FlashAttention4, FlashAttentionPlan
 from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError, Levels
-from specdec_kernels.checks import expect_at_least, expect_choice
+from algorithms.checked import Between, Checked
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from specdec_kernels import AttentionMetadata, AttentionShape, TileSchedule
-
-DISPATCH = ("triton", "auto", "flash_attention_4")
 
 
 class TritonPlan(NamedTuple):
@@ -37,11 +35,12 @@ class TritonBackend(Backend):
     captures_prompts = True
 
     @dataclass
-    class Config:
+    class Config(Checked):
+        GROUP = "backend."
         name: str = "fa4"
-        split_tokens: int | None = None
+        split_tokens: Annotated[int | None, Between(16)] = None
         """Fewest KV tokens per split; None takes the static table's value for the chip."""
-        dispatch: str = "triton"
+        dispatch: Annotated[str, ("triton", "auto", "flash_attention_4")] = "triton"
         """`triton`: the project's kernel for every call. `flash_attention_4`: the package for every call; a call is
         refused where the package is missing or cannot do it. `auto`: the package for prompts where it is installed and
         able, else Triton. The package has no split keys on Hopper, so verifying drafts stays with Triton."""
@@ -53,10 +52,6 @@ class TritonBackend(Backend):
         @property
         def capturable(self) -> bool:
             return True
-
-        def __post_init__(self) -> None:
-            expect_at_least("backend.split_tokens", self.split_tokens, 16, nullable=True)
-            expect_choice("backend.dispatch", self.dispatch, DISPATCH)
 
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         self.deterministic = deterministic

@@ -1,7 +1,5 @@
 """Experts whose weights are float8 codes with scales, as `scaled_linear` has those of projections."""
 
-from __future__ import annotations
-
 from math import gcd
 from typing import Any
 

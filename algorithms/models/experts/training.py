@@ -1,8 +1,6 @@
 """The experts of a layer as torch computes them in training: every expert runs over every row, and a row takes the
 weighted sum of those it chose. No size depends on the routing, so a GPU never waits for the host."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

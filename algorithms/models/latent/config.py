@@ -1,7 +1,5 @@
 """Sizes of latent attention, and the keys of `config.json` that hold them. No torch is imported here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ So a token is one stored row [c | k_r] for all heads, in prefill as in decoding:
 was written. The kernel is the same for every attention backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,22 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import specdec_kernels as kernels
 from algorithms.algorithm import Batch, Observation, Prompts, Resources
 from algorithms.attention.levels import LevelSizes, LevelViews, level_rows
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.module import LATENT_EPS, LatentWeights, attention_scale, latent_rope_table
-from specdec_kernels import (
-    AttentionMetadata,
-    Committed,
-    TreeLinks,
-    head_product,
-    mask_paths,
-    mla_attention,
-    move_accepted,
-    token_slots,
-    write_latent,
-)
 
 
 @dataclass(frozen=True)
@@ -54,7 +42,7 @@ class Rows(NamedTuple):
     """A group of rows of a forward."""
 
     shape: torch.Size  # [B, N]
-    metadata: AttentionMetadata
+    metadata: kernels.AttentionMetadata
     by_node: bool = False
     """Whether the metadata takes each node for a request, over a table of tokens."""
 
@@ -80,7 +68,7 @@ class LatentMixer:
         sizes, cache = self.cache.sizes, self.cache.rows[layer]
         rows, heads = kv.numel() // kv.shape[-1], q.shape[-2]
         nope, turning = q.reshape(rows, heads, -1).split([sizes.nope, sizes.rope], dim=-1)
-        q_rope = write_latent(
+        q_rope = kernels.write_latent(
             turning, kv.reshape(rows, -1), cache, self.slots, self.positions, self.cache.rope, norm=weights.norm,
             eps=LATENT_EPS, interleaved=sizes.interleaved, impl=self.impl,
         )  # fmt: skip
@@ -95,12 +83,12 @@ class LatentMixer:
         if group.by_node:
             cache = cache.flatten(0, 1)[:, None]
             q_latent, q_rope = (each.flatten(0, 1)[:, None] for each in (q_latent, q_rope))
-        return mla_attention(q_latent, q_rope, cache, group.metadata, batch_invariant=self.same, impl=self.impl)
+        return kernels.mla_attention(q_latent, q_rope, cache, group.metadata, batch_invariant=self.same, impl=self.impl)
 
     def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
         """`x [T, H, K]` by `weight [H, K, N]`."""
         if self.same:
-            return head_product(x, weight, impl=self.impl)
+            return kernels.head_product(x, weight, impl=self.impl)
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
     def split(self, rows: Tensor) -> list[Tensor]:
@@ -122,14 +110,14 @@ class LatentMemory:
         self._scale, self._resources = attention_scale(config, sizes), resources
         resources.caches.append(self.cache)
 
-    def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> LatentMixer:
+    def nodes(self, batch: Batch, links: kernels.TreeLinks, chain: bool, max_depth: int) -> LatentMixer:
         counts = batch.active * links.positions.shape[1]
         same = self._resources.deterministic
         mixer = self._over(batch, links.positions, counts, None if chain else links.mask, same)
         if chain or not same:
             return mixer
         rows = mixer.groups[0]
-        paths = mask_paths(links.mask, max_depth + 1, impl=self._resources.impl)
+        paths = kernels.mask_paths(links.mask, max_depth + 1, impl=self._resources.impl)
         metadata = of_paths(rows.metadata, paths, self.cache.page_size)
         return replace(mixer, groups=(Rows(rows.shape, metadata, by_node=True),))
 
@@ -140,7 +128,7 @@ class LatentMemory:
         self, batch: Batch, positions: Tensor, counts: Tensor, mask: Tensor | None, same: bool = False
     ) -> LatentMixer:
         width, impl, lengths = positions.shape[1], self._resources.impl, batch.lengths
-        metadata = AttentionMetadata(
+        metadata = kernels.AttentionMetadata(
             page_table=batch.page_table,
             lengths=lengths,
             mode="chain" if mask is None else "tree",
@@ -149,7 +137,7 @@ class LatentMemory:
             max_length=batch.max_length + width,
             scale=self._scale,
         )
-        slots = token_slots(batch.page_table, lengths, counts, width, self.cache.page_size, impl=impl)
+        slots = kernels.token_slots(batch.page_table, lengths, counts, width, self.cache.page_size, impl=impl)
         flat = positions.flatten().contiguous()
         return LatentMixer(self.cache, slots.flatten(), flat, (Rows(positions.shape, metadata),), flat, impl, same)
 
@@ -183,16 +171,16 @@ class LatentMemory:
             all(mixer.same for mixer in mixers),
         )
 
-    def commit(self, nodes: LatentMixer, batch: Batch, committed: Committed, chain: bool) -> None:
+    def commit(self, nodes: LatentMixer, batch: Batch, committed: kernels.Committed, chain: bool) -> None:
         if not chain:
             rows = self.cache.rows[:, None, :, :, None]
-            move_accepted(rows, batch.page_table, committed.start, committed.nodes, impl=self._resources.impl)
+            kernels.move_accepted(rows, batch.page_table, committed.start, committed.nodes, impl=self._resources.impl)
 
     def move_slot(self, source: int, target: int) -> None:
         """Pages stay where they are."""
 
 
-def of_paths(metadata: AttentionMetadata, paths: Tensor, page_size: int) -> AttentionMetadata:
+def of_paths(metadata: kernels.AttentionMetadata, paths: Tensor, page_size: int) -> kernels.AttentionMetadata:
     """Metadata of each node of trees `[B, N]` as a request of its own, which decodes the last token of its path: over
     pages of one token. `paths` as `mask_paths` makes them."""
     assert metadata.max_length is not None and metadata.q_lens is not None

@@ -6,8 +6,6 @@
 Parameter names are those of DeepSeek-V2 and V3. The latents' norms have an epsilon of their own, as published.
 """
 
-from __future__ import annotations
-
 from math import log
 from typing import NamedTuple
 

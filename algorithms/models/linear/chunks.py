@@ -12,8 +12,6 @@ With S the state [dk, dv] before a chunk, G_i the sum of its log decays up to ro
 Source: Gated DeltaNet (arXiv 2412.06464), section 3.3.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,20 +41,20 @@ def normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
 
 
-def delta_rule_in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunk: int = CHUNK) -> Tensor:
+def delta_rule_in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """`[B, T, H, dv]` from states of zeros.
 
     `q`, `k [B, T, H, dk]` and `v [B, T, H, dv]` one per value head, `decay` (a logarithm) and `beta [B, T, H]`, all
     float32 or float64.
     """
     batch, length, heads, dv = v.shape
-    count = -(-length // chunk)
-    q, k, v, decay, beta = (_chunks(part, chunk) for part in (q, k, v, decay[..., None], beta[..., None]))
+    count = -(-length // CHUNK)
+    q, k, v, decay, beta = (_chunks(part) for part in (q, k, v, decay[..., None], beta[..., None]))
     total = decay.cumsum(2)  # [B H, N, C, 1]
-    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     ratio = (total - total.mT).masked_fill(~lower, float("-inf")).exp()
     both = torch.cat([k * beta, q], 2) @ k.mT  # [B H, N, 2 C, C]
-    ahead, own = both[:, :, :chunk] * ratio, both[:, :, chunk:] * ratio
+    ahead, own = both[:, :, :CHUNK] * ratio, both[:, :, CHUNK:] * ratio
     grown = total.exp()
     solved = torch.linalg.solve_triangular(ahead, torch.cat([v, k * grown], -1) * beta, upper=False, unitriangular=True)
     values, reading = solved.split([dv, k.shape[-1]], -1)
@@ -70,7 +68,7 @@ def delta_rule_in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: T
     return out.unflatten(0, (batch, heads)).flatten(2, 3).transpose(1, 2)[:, :length].contiguous()
 
 
-def _chunks(x: Tensor, chunk: int) -> Tensor:
+def _chunks(x: Tensor) -> Tensor:
     """`x [B, T, H, D]` as [B H, N, C, D], with zeros behind the last row: those write nothing."""
-    padded = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
-    return padded.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, chunk))
+    padded = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK))
+    return padded.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, CHUNK))

@@ -5,42 +5,17 @@ nodes are kept, and the commit takes the state along the accepted path. So a tre
 after a step has the bits of decoding one by one. A tree that is solved at once gives outputs with other roundings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+import specdec_kernels as kernels
 from algorithms.algorithm import Batch, Prompts, Resources
 from algorithms.models.config import DecoderConfig
 from algorithms.models.linear.config import LinearConfig
 from algorithms.models.linear.module import LinearInputs, empty_state, of_layer
-from specdec_kernels import (
-    CHUNK,
-    Chunks,
-    Committed,
-    DeltaInputs,
-    DeltaState,
-    Paths,
-    RowLinks,
-    TreeLinks,
-    Trees,
-    accepted_paths,
-    chain_paths,
-    chunk_paths,
-    commit_delta_rule,
-    delta_rule,
-    delta_rule_chunks,
-    delta_rule_inputs,
-    delta_rule_tree,
-    mask_paths,
-    prompt_paths,
-    tree_masks,
-    tree_parents,
-    tree_paths,
-)
 
 
 @dataclass(frozen=True)
@@ -48,10 +23,10 @@ class Rows:
     """Rows of a forward that are planned together; `kept` takes their inputs of all layers."""
 
     num_rows: int
-    links: RowLinks
-    paths: Paths | Trees
-    kept: DeltaInputs | None = None
-    chunks: Chunks | None = None
+    links: kernels.RowLinks
+    paths: kernels.Paths | kernels.Trees
+    kept: kernels.DeltaInputs | None = None
+    chunks: kernels.Chunks | None = None
     """Whole chunks of prompts, which go before `paths`."""
 
 
@@ -59,7 +34,7 @@ class Rows:
 class LinearMixer:
     """One forward over groups of rows, one after the other."""
 
-    state: DeltaState
+    state: kernels.DeltaState
     slots: Tensor
     """[B] int64: the state slots of the rows of the first group."""
     groups: tuple[Rows, ...]
@@ -70,18 +45,18 @@ class LinearMixer:
         state, found, first = of_layer(self.state, layer), [], 0
         for group in self.groups:
             rows = slice(first, first + group.num_rows)
-            kept = None if group.kept is None else DeltaInputs(*(tensor[layer] for tensor in group.kept))
-            read = delta_rule_inputs(
+            kept = None if group.kept is None else kernels.DeltaInputs(*(tensor[layer] for tensor in group.kept))
+            read = kernels.delta_rule_inputs(
                 qkv[rows], b[rows], a[rows], inputs.weights, state, group.links, out=kept, impl=self.impl
             )
             first += group.num_rows
-            if isinstance(group.paths, Trees):
-                found.append(delta_rule_tree(read, group.paths, state, impl=self.impl))
+            if isinstance(group.paths, kernels.Trees):
+                found.append(kernels.delta_rule_tree(read, group.paths, state, impl=self.impl))
                 continue
             done = None
             if group.chunks is not None:
-                done = delta_rule_chunks(read, group.chunks, state, impl=self.impl)
-            found.append(delta_rule(read, group.paths, state, out=done, impl=self.impl))
+                done = kernels.delta_rule_chunks(read, group.chunks, state, impl=self.impl)
+            found.append(kernels.delta_rule(read, group.paths, state, out=done, impl=self.impl))
         out = found[0] if len(found) == 1 else torch.cat(found)
         return out.unflatten(0, inputs.qkv.shape[:-1])
 
@@ -96,18 +71,18 @@ class StateMemory:
         # A state stays where it is when its request moves; the slots behind those of requests are padding's.
         self._slot_of = torch.cat([torch.arange(slots), torch.full((2,), -1)]).to(device)
 
-    def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> LinearMixer:
+    def nodes(self, batch: Batch, links: kernels.TreeLinks, chain: bool, max_depth: int) -> LinearMixer:
         """Chains go node by node, with the bits of decoding; so do trees with `deterministic`, or where they have more
         nodes than are solved at once: there each path repeats its ancestors."""
         count, impl = links.positions.shape[1], self._resources.impl
         slots = self._slot_of[batch.slots]
-        paths: Paths | Trees
+        paths: kernels.Paths | kernels.Trees
         if chain:
-            rows, paths = chain_paths(slots, count)
-        elif count <= CHUNK and not self._resources.deterministic:
-            rows, paths = tree_masks(slots, tree_parents(links.mask, impl=impl), links.mask)
+            rows, paths = kernels.chain_paths(slots, count)
+        elif count <= kernels.CHUNK and not self._resources.deterministic:
+            rows, paths = kernels.tree_masks(slots, kernels.tree_parents(links.mask, impl=impl), links.mask)
         else:
-            rows, paths = tree_paths(slots, mask_paths(links.mask, max_depth + 1, impl=impl))
+            rows, paths = kernels.tree_paths(slots, kernels.mask_paths(links.mask, max_depth + 1, impl=impl))
         return self._mixer(slots, Rows(len(slots) * count, rows, paths, self._kept(len(slots) * count)))
 
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> LinearMixer:
@@ -115,10 +90,10 @@ class StateMemory:
         firsts = prompts.last - (prompts.counts - 1).clamp(min=0)
         segments = (slots, prompts.start, prompts.counts, firsts, positions.numel())
         # All tiles of a run have one width, and segments are of whole tiles: chunks are at fixed places of a text.
-        if self._resources.deterministic or positions.shape[1] % CHUNK:
-            rows, paths = prompt_paths(*segments)
+        if self._resources.deterministic or positions.shape[1] % kernels.CHUNK:
+            rows, paths = kernels.prompt_paths(*segments)
             return self._mixer(slots, Rows(positions.numel(), rows, paths))
-        rows, chunks, paths = chunk_paths(*segments)
+        rows, chunks, paths = kernels.chunk_paths(*segments)
         return self._mixer(slots, Rows(positions.numel(), rows, paths, chunks=chunks))
 
     def joint(self, groups: Sequence[tuple[LinearMixer, Tensor]]) -> LinearMixer:
@@ -127,7 +102,7 @@ class StateMemory:
     def _mixer(self, slots: Tensor, *groups: Rows) -> LinearMixer:
         return LinearMixer(self.state, slots, groups, self._resources.impl)
 
-    def _kept(self, rows: int) -> DeltaInputs:
+    def _kept(self, rows: int) -> kernels.DeltaInputs:
         sizes, dtype, device = self._sizes, self._resources.dtype, self._resources.device
         wide = torch.promote_types(dtype, torch.float32)
 
@@ -135,13 +110,13 @@ class StateMemory:
             return torch.empty((self._layers, rows, width), dtype=dtype, device=device)
 
         mixed, raw = empty(sizes.channels, wide), empty(sizes.channels, dtype)
-        return DeltaInputs(mixed, empty(sizes.value_heads, wide), empty(sizes.value_heads, wide), raw)
+        return kernels.DeltaInputs(mixed, empty(sizes.value_heads, wide), empty(sizes.value_heads, wide), raw)
 
-    def commit(self, nodes: LinearMixer, batch: Batch, committed: Committed, chain: bool) -> None:
+    def commit(self, nodes: LinearMixer, batch: Batch, committed: kernels.Committed, chain: bool) -> None:
         group = nodes.groups[0]
         assert group.kept is not None
-        paths = accepted_paths(nodes.slots, committed.nodes, group.num_rows // len(nodes.slots))
-        commit_delta_rule(group.kept, paths, self.state, impl=self._resources.impl)
+        paths = kernels.accepted_paths(nodes.slots, committed.nodes, group.num_rows // len(nodes.slots))
+        kernels.commit_delta_rule(group.kept, paths, self.state, impl=self._resources.impl)
 
     def move_slot(self, source: int, target: int) -> None:
         both = torch.tensor([source, target], device=self._slot_of.device)

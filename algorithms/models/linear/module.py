@@ -1,8 +1,6 @@
 """Projections around the gated delta rule, its gated norm, and its plain definition. Parameter names are those of
 Qwen3.5; Qwen3-Next's are turned into these."""
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 from typing import Any, NamedTuple

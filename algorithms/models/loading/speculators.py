@@ -1,8 +1,6 @@
 """Configs that speculators (github.com/vllm-project/speculators) writes: the decoder's keys are nested, and target
 layers are counted by the number of layers that have run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Language models, as targets and as standalone drafts: config read and checked, then the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ The module is built on the meta device. The headers of all shards are compared w
 one at a time, cast, checked for NaN and infinity, and assigned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -8,8 +8,6 @@ The target's own token depends on context, seed and position alone. So a draft i
 token, greedy or sampled, for every drafter with the rule `target_only`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ A step that begins where `i` of `n` tokens are committed, and accepts `a` drafts
 one begins at i + a + 1. The last step may reach past the end; its tokens count as far as they are recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

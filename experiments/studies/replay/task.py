@@ -6,8 +6,6 @@ drafts, and the steps of the engine follow from that. The best choice of drafter
 need no further pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -48,7 +46,6 @@ class Candidate:
 class Replay(Task):
     """Every method, what follows from several of them, and the bounds."""
 
-    name = "replay"
     objective = "tokens_per_step"
     columns = columns(ReplayResult, "method", "kind", "num_nodes", "tokens_per_step", "acceptance_at", "row_steps")
     _notes: tuple[str, ...] = ()

@@ -1,7 +1,5 @@
 """The interface of a trained model to the training loop and the export."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field

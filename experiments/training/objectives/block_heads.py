@@ -4,8 +4,6 @@ In decoding a head reads one draft after another (`algorithms.dflash.heads`); he
 at once.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

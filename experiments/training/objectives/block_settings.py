@@ -1,11 +1,9 @@
 """Settings of block drafters: their shapes, and the loss of a batch of blocks."""
 
-from __future__ import annotations
-
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from algorithms.checked import Between, Checked
 from algorithms.dflash.config import (
     GRU,
     HIDDEN,
@@ -18,13 +16,10 @@ from algorithms.dflash.config import (
     ConvConfig,
     HeadConfig,
 )
-from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
-
-WEIGHTINGS = ("decay", "confidence")
 
 
 @dataclass
-class ShapeSettings:
+class ShapeSettings(Checked):
     """Shape of the drafter; the rest is the target's.
 
     None takes what the published drafters have: five layers, or half as many as a target of fewer than ten; features
@@ -33,18 +28,17 @@ class ShapeSettings:
     those before them only (JetSpec).
     """
 
-    num_layers: int | None = None
-    block_size: int = 16
+    GROUP = "drafter."
+    num_layers: Annotated[int | None, Between(1)] = None
+    block_size: Annotated[int, Between(2)] = 16
     target_layer_ids: list[int] | None = None
     mask_token_id: int | None = None
     own_mask: bool = False
-    slots: str = OWN
+    slots: Annotated[str, SLOTS] = OWN
     causal: bool = False
 
     def __post_init__(self) -> None:
-        expect_at_least("drafter.num_layers", self.num_layers, 1, nullable=True)
-        expect_at_least("drafter.block_size", self.block_size, 2)
-        expect_choice("drafter.slots", self.slots, SLOTS)
+        super().__post_init__()
         if self.own_mask and self.mask_token_id is not None:
             raise ValueError("drafter.own_mask trains a mask of its own: expected no drafter.mask_token_id")
 
@@ -57,12 +51,8 @@ class ShapeSettings:
 class DFlashSettings(ShapeSettings):
     """`markov_rank` above 0 adds a Markov head of this rank, `confidence_head` a head that estimates acceptance."""
 
-    markov_rank: int = 0
+    markov_rank: Annotated[int, Between(0)] = 0
     confidence_head: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        expect_at_least("drafter.markov_rank", self.markov_rank, 0)
 
     def parts(self) -> dict[str, Any]:
         reads = HIDDEN_AND_TOKEN if self.markov_rank else HIDDEN
@@ -74,9 +64,9 @@ class DFlashSettings(ShapeSettings):
 
 @dataclass
 class DSparkSettings(DFlashSettings):
-    block_size: int = 7
-    slots: str = NEXT
-    markov_rank: int = 256
+    block_size: Annotated[int, Between(2)] = 7
+    slots: Annotated[str, SLOTS] = NEXT
+    markov_rank: Annotated[int, Between(0)] = 256
     confidence_head: bool = True
 
 
@@ -99,13 +89,8 @@ class DFlash2Settings(ShapeSettings):
 
     rank: int = 256
     num_candidates: int = 16
-    conv_taps: int = 2
-    conv_group: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        expect_at_least("drafter.conv_taps", self.conv_taps, 1)
-        expect_at_least("drafter.conv_group", self.conv_group, 1)
+    conv_taps: Annotated[int, Between(1)] = 2
+    conv_group: Annotated[int, Between(1)] = 16
 
     def parts(self) -> dict[str, Any]:
         head = HeadConfig(SELECTOR, self.rank, num_candidates=self.num_candidates)
@@ -113,26 +98,18 @@ class DFlash2Settings(ShapeSettings):
 
 
 @dataclass
-class BlockSettings:
+class BlockSettings(Checked):
     """`anchors` is the number of blocks in a step, spread evenly over its rows. `weights` is confidence, with `alpha`,
     or decay, with `gamma`. `token_share` is s of the loss, `plain_until` and `selector_weight` say what the logits
     before a head's correction weigh. The LM head's logits are computed for `at_once` blocks at a time, to bound
     memory."""
 
-    anchors: int = 320
-    weights: str = "confidence"
-    gamma: float = 7.0
-    alpha: float = 0.5
-    token_share: float = 1.0
-    plain_until: float = 0.0
-    selector_weight: float = 1.0
-    at_once: int = 2048
-
-    def __post_init__(self) -> None:
-        expect_at_least("blocks.anchors", self.anchors, 1)
-        expect_at_least("blocks.at_once", self.at_once, 1)
-        expect_choice("blocks.weights", self.weights, WEIGHTINGS)
-        expect_between("blocks.gamma", self.gamma, 0, math.inf, above=True)
-        expect_at_least("blocks.selector_weight", self.selector_weight, 0)
-        for key in ("alpha", "token_share", "plain_until"):
-            expect_between(f"blocks.{key}", getattr(self, key), 0, 1)
+    GROUP = "blocks."
+    anchors: Annotated[int, Between(1)] = 320
+    weights: Annotated[str, ("decay", "confidence")] = "confidence"
+    gamma: Annotated[float, Between(0, above=True)] = 7.0
+    alpha: Annotated[float, Between(0, 1)] = 0.5
+    token_share: Annotated[float, Between(0, 1)] = 1.0
+    plain_until: Annotated[float, Between(0, 1)] = 0.0
+    selector_weight: Annotated[float, Between(0)] = 1.0
+    at_once: Annotated[int, Between(1)] = 2048

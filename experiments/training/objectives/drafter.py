@@ -8,13 +8,14 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from algorithms.checked import Between, Checked
 from algorithms.models.config import DecoderConfig
 from algorithms.models.folder import resolve_folder
 from algorithms.models.loading import Target, load_target
@@ -28,7 +29,6 @@ from experiments.training.objectives.base import Objective, TrainingConfig
 from experiments.training.parallel import Replicas
 from experiments.training.served import ServedEvaluation
 from experiments.training.text.source import TextSource
-from specdec_kernels.checks import expect_at_least
 
 FEATURE_WEIGHT, MASK_FEATURE = "fc.weight", "mask_hidden"
 """The weight that reads captured features, in drafters that read any, and a trained one."""
@@ -36,15 +36,12 @@ SMALLEST_SHARE = 0.1  # the smallest scale of a channel, as a share of its layer
 
 
 @dataclass
-class BatchSettings:
+class BatchSettings(Checked):
     """Tokens of a step, prompts and padding included, and of a step of the held-out figures."""
 
-    tokens: int = 4096
-    evaluation_tokens: int = 2048
-
-    def __post_init__(self) -> None:
-        for key in ("tokens", "evaluation_tokens"):
-            expect_at_least(f"batch.{key}", getattr(self, key), 1)
+    GROUP = "batch."
+    tokens: Annotated[int, Between(1)] = 4096
+    evaluation_tokens: Annotated[int, Between(1)] = 2048
 
 
 @dataclass

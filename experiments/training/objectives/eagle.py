@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
+from algorithms.checked import Between, Checked
 from algorithms.drafting.feature_drafter import RAW
 from algorithms.eagle.config import NUM_FEATURES, Eagle3Config, EagleConfig, default_aux_layer_ids
 from algorithms.eagle.drafting import Eagle, Eagle3, PEagle
@@ -51,7 +52,6 @@ from experiments.training.objectives.drafter import (
     draft_decoder,
     leading_hits,
 )
-from specdec_kernels.checks import expect_at_least
 
 STEP_DISCOUNT = 0.8
 PUBLISHED_VOCABULARY = 32_000
@@ -59,21 +59,19 @@ SMALLEST_PUBLISHED_TARGET = 7  # layers from which on the published rule names t
 
 
 @dataclass
-class ChainSettings:
+class ChainSettings(Checked):
     """`steps` drafts are unrolled; `feature_weight` is c of the loss."""
 
-    steps: int = 6
-    feature_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        expect_at_least("chain.steps", self.steps, 1)
-        expect_at_least("chain.feature_weight", self.feature_weight, 0)
+    GROUP = "chain."
+    steps: Annotated[int, Between(1)] = 6
+    feature_weight: Annotated[float, Between(0)] = 0.0
 
 
 @dataclass
-class HeadSettings:
+class HeadSettings(Checked):
     """Width of the head's MLP; None takes the target's, as for the rest of the shape."""
 
+    GROUP = "drafter."
     intermediate_size: int | None = None
 
 
@@ -97,11 +95,8 @@ class Eagle3Settings(HeadSettings):
     """Shape of the head. None takes what the published heads have: 32,000 draft tokens, or a quarter of a vocabulary
     that is not much larger; and features of a low, a middle and a high layer of the target."""
 
-    draft_vocab_size: int | None = None
+    draft_vocab_size: Annotated[int | None, Between(1)] = None
     target_layer_ids: list[int] | None = None
-
-    def __post_init__(self) -> None:
-        expect_at_least("drafter.draft_vocab_size", self.draft_vocab_size, 1, nullable=True)
 
 
 @dataclass
@@ -142,12 +137,8 @@ class Eagle3Training(DrafterTraining):
 class PEagleSettings(Eagle3Settings):
     """Also the layers, and the token of the rows that draft; None takes the one that `mask_token` finds."""
 
-    num_layers: int = 4
+    num_layers: Annotated[int, Between(1)] = 4
     mask_token_id: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        expect_at_least("drafter.num_layers", self.num_layers, 1)
 
 
 @dataclass

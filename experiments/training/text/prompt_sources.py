@@ -3,8 +3,6 @@
 A prompt is a function of the settings, the split and its number alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Sequence

@@ -1,19 +1,16 @@
 """Settings of the training text. The options of the group `text` are files over these dataclasses."""
 
-from __future__ import annotations
-
-import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from algorithms.checked import Between, Checked
 from algorithms.engine.settings import LARGEST_INT32
-from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
-SOURCES = ("target", "file", "arithmetic", "functions", "windows")
 PLACE = "{prompt}"
 
 
 @dataclass
-class KindSettings:
+class KindSettings(Checked):
     """One kind of text: the source of its prompts, their markup, and the target's answers.
 
     `source` is one of
@@ -30,20 +27,21 @@ class KindSettings:
     a `sampled_share` of them is sampled at temperature 1.
     """
 
-    source: str = "target"
-    count: int = 1024
+    GROUP = "text.kinds.*."
+    source: Annotated[str, ("target", "file", "arithmetic", "functions", "windows")] = "target"
+    count: Annotated[int, Between(1)] = 1024
     path: str | None = None
     openings: list[str] = field(default_factory=lambda: [""])
-    turns: int = 1
-    prompt_temperature: float = 1.0
+    turns: Annotated[int, Between(1)] = 1
+    prompt_temperature: Annotated[float, Between(0, above=True)] = 1.0
     template: str = PLACE
     raw: bool = False
-    prompt_tokens: int = 192
-    answer_tokens: int = 256
-    sampled_share: float = 0.0
+    prompt_tokens: Annotated[int, Between(1)] = 192
+    answer_tokens: Annotated[int, Between(1)] = 256
+    sampled_share: Annotated[float, Between(0, 1)] = 0.0
 
     def __post_init__(self) -> None:
-        expect_choice("text.kinds.*.source", self.source, SOURCES)
+        super().__post_init__()
         if (self.path is not None) != (self.source == "file"):
             raise ValueError(f"text.kinds.*.path belongs to source=file, got source={self.source}, path={self.path}")
         if not self.openings:
@@ -54,28 +52,19 @@ class KindSettings:
             raise ValueError("text.kinds.*.raw skips the chat template: expected a source of raw text, and no template")
         if self.turns > 1 and self.source != "target":
             raise ValueError(f"text.kinds.*.turns above 1 belongs to source=target, got source={self.source}")
-        for key in ("count", "turns", "prompt_tokens", "answer_tokens"):
-            expect_at_least(f"text.kinds.*.{key}", getattr(self, key), 1)
-        expect_between("text.kinds.*.sampled_share", self.sampled_share, 0, 1)
-        expect_between("text.kinds.*.prompt_temperature", self.prompt_temperature, 0, math.inf, above=True)
 
 
 @dataclass
-class TextSettings:
+class TextSettings(Checked):
     """All kinds of text, and how they are written. Answers go to files of `shard` prompts in `folder`. Existing files
     are used again; all programs that run at the same time write the missing ones. `batch` is the number of requests in
     the engine. After `minutes` no further file is begun. `validation` prompts of each kind are held out."""
 
+    GROUP = "text."
     kinds: dict[str, KindSettings] = field(default_factory=dict)
     folder: str = "outputs/text"
-    seed: int = 0
-    validation: int = 48
-    shard: int = 1024
-    batch: int = 256
-    minutes: float | None = None
-
-    def __post_init__(self) -> None:
-        for key in ("validation", "shard", "batch"):
-            expect_at_least(f"text.{key}", getattr(self, key), 1)
-        expect_between("text.seed", self.seed, 0, LARGEST_INT32)
-        expect_between("text.minutes", self.minutes, 0, math.inf, above=True, nullable=True)
+    seed: Annotated[int, Between(0, LARGEST_INT32)] = 0
+    validation: Annotated[int, Between(1)] = 48
+    shard: Annotated[int, Between(1)] = 1024
+    batch: Annotated[int, Between(1)] = 256
+    minutes: Annotated[float | None, Between(0, above=True)] = None

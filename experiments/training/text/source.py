@@ -6,8 +6,6 @@ shard, and a larger `count` appends. Several programs may fill one folder: a sha
 lock on its `.lock` file, which the system releases when that program ends.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -19,8 +19,6 @@ Results equal SGLang's wherever those are defined. They differ, on purpose, in t
 * Entry 0 of `kv_indptr` is written. No request's draft slots overwrite what another request still has to read.
 """
 
-from __future__ import annotations
-
 from specdec_kernels.compat.sglang.api import (
     build_tree_kernel_efficient,
     reconstruct_indices_from_tree_mask,

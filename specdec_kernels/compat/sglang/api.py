@@ -11,8 +11,6 @@ child and next sibling of each node or -1. The verifications write
 All but the two renormalisations write their results into tensors of the caller.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

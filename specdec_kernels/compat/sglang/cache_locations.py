@@ -11,8 +11,6 @@ Shapes of the common arguments:
     out_cache_loc       slots by node, or all new slots, one request after another
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

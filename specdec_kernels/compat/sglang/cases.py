@@ -1,7 +1,5 @@
 """Named inputs of the functions with kernels: outputs are tensors with contents, as SGLang hands them over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

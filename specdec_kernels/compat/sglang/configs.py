@@ -1,7 +1,5 @@
 """Tile sizes of the kernels with SGLang's signatures, per chip."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specdec_kernels.launch import CHIPS

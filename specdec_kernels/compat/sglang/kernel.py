@@ -6,8 +6,6 @@ in `draft_probs`). Its last token is sampled by reading one row per request twic
 vocabulary, and again for the one tile in which the running mass passes the uniform number.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ Parents are found by comparing all pairs of a request's nodes, ancestors by foll
 which needs no memory between the parts.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -7,8 +7,6 @@ there is something to write, so the time follows the tokens in use.
 
 # mypy: ignore-errors
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Definition of the functions that have kernels of their own, in plain torch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

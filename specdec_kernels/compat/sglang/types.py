@@ -1,7 +1,5 @@
 """Arguments as records, and the launch form of SGLang."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial, update_wrapper
