@@ -41,6 +41,7 @@ from specdec_kernels.attention.device_hopper import (
     nodes_of_group,
     num_tiles,
     rows_of_group,
+    weights_of_tile,
     work_item,
     work_range,
     write_rows,
@@ -108,14 +109,30 @@ def _copy_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
 
 
 @gluon.jit
-def _weights(scores, start, factor, top, total, columns, view, item, MODE: gl.constexpr, WORDS: gl.constexpr):
-    """As `device.softmax_step`: (weights, top, total, decay of the output)."""
+def _fold_tile(start, q, factor, zeros, sums, columns, ring, buffer, phase, view, item, NUM_BUFFERS: gl.constexpr,
+               MODE: gl.constexpr, WORDS: gl.constexpr):  # fmt: skip
+    """Multiply with the keys of the tile at `start`, in the buffer after `buffer`, and with the values in `buffer`:
+    (sums, buffer of the tile, its phase). The sums are the weights of a tile whose values are still to be multiplied,
+    and what they are to be added to."""
+    narrow, top, total, decay, acc = sums
+    before = buffer
+    buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
+    mbarrier.wait(ring.full.index(buffer), phase)
+    k_tile = ring.k_tiles.index(buffer).permute((1, 0))
+    coming = warpgroup_mma(q, k_tile, zeros, use_acc=False, is_async=True)
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))[:, None]
+    summed = warpgroup_mma(narrow, ring.v_tiles.index(before), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[coming])
     if start + scores.shape[1] > item.free_end:
         scores = masked(scores, start, columns, view, item.stop, MODE, WORDS)
-    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
-    decay = gl.exp2(top - d.finite_or_zero(new_top))
-    weights = gl.exp2(gl.fma(scores, factor[:, None], -d.finite_or_zero(new_top)[:, None]))
-    return weights, new_top, gl.fma(total, decay, gl.sum(weights, 1)), decay
+    weights, top, decay, added = weights_of_tile(scores, factor, top)
+    total = gl.fma(total, gl.convert_layout(decay, gl.SliceLayout(1, added.type.layout))[:, None], added)
+    narrow = gl.convert_layout(weights.to(narrow.dtype), narrow.type.layout)
+    # Holds at once: a branch between softmax and wait, which the assembler would else move ahead of the softmax.
+    mbarrier.wait(ring.full.index(buffer), phase)
+    acc = warpgroup_mma_wait(0, deps=[summed])
+    arrive(ring.empty.index(before))
+    return (narrow, top, total, decay, acc), buffer, phase
 
 
 @gluon.jit
@@ -148,30 +165,21 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.cons
             nodes = nodes_of_group(rows, LINES, STATIC)
             view = d.View(mask_row, None, None, nodes, item.length, item.used, None)
             top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, LINES)
-            total = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES)
             acc = gl.full([GROUP_ROWS, D], 0.0, gl.float32, SUMS)
 
             mbarrier.wait(ring.full.index(buffer), phase)
             scores = warpgroup_mma(q, ring.k_tiles.index(buffer).permute((1, 0)), zeros, use_acc=False)
-            weights, top, total, decay = _weights(
-                scores, item.begin, factor, top, total, columns, view, item, MODE, WORDS
-            )
-            narrow = gl.convert_layout(weights.to(q.dtype), P)
+            if item.begin + BLOCK_N > item.free_end:
+                scores = masked(scores, item.begin, columns, view, item.stop, MODE, WORDS)
+            weights, top, decay, total = weights_of_tile(scores, factor, top)
+            sums = (gl.convert_layout(weights.to(q.dtype), P), top, total, decay, acc)
             for start in range(item.begin + BLOCK_N, item.stop, BLOCK_N):
-                before = buffer
-                buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
-                mbarrier.wait(ring.full.index(buffer), phase)
-                k_tile = ring.k_tiles.index(buffer).permute((1, 0))
-                coming = warpgroup_mma(q, k_tile, zeros, use_acc=False, is_async=True)
-                summed = warpgroup_mma(narrow, ring.v_tiles.index(before), acc, is_async=True)
-                scores = warpgroup_mma_wait(1, deps=[coming])
-                weights, top, total, decay = _weights(
-                    scores, start, factor, top, total, columns, view, item, MODE, WORDS
+                sums, buffer, phase = _fold_tile(
+                    start, q, factor, zeros, sums, columns, ring, buffer, phase, view, item, NUM_BUFFERS, MODE, WORDS
                 )
-                acc = warpgroup_mma_wait(0, deps=[summed])
-                arrive(ring.empty.index(before))
-                narrow = gl.convert_layout(weights.to(q.dtype), P)
-                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+            narrow, top, total, decay, acc = sums
+            total = gl.convert_layout(gl.sum(total, 1), LINES)
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
             acc = warpgroup_mma(narrow, ring.v_tiles.index(buffer), acc)
             arrive(ring.empty.index(buffer))
             buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
