@@ -109,6 +109,17 @@ def masked(scores, start, columns, view, stop, MODE: gl.constexpr, WORDS: gl.con
 
 
 @gluon.jit
+def weights_of_tile(scores, factor, top):
+    """As `device.softmax_step`: (weights, top, decay of the output, sums [64, 4] of the weights that each thread of a
+    row has). Threads add their sums at the end, because each exchange among them delays the next tile."""
+    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
+    decay = gl.exp2(top - d.finite_or_zero(new_top))
+    weights = gl.exp2(gl.fma(scores, factor[:, None], -d.finite_or_zero(new_top)[:, None]))
+    by_thread = gl.reshape(weights, [GROUP_ROWS, weights.shape[1] // 8, 4, 2])
+    return weights, new_top, decay, gl.sum(gl.sum(by_thread, 3), 1)
+
+
+@gluon.jit
 def num_tiles(begin, stop, BLOCK_N: gl.constexpr):
     """Tiles of keys of an item; one that holds nothing where there are no keys."""
     return (gl.maximum(stop - begin, 1) + BLOCK_N - 1) // BLOCK_N
@@ -133,6 +144,13 @@ def arrive_written(barrier):
     """`arrive`, with what the group wrote to shared memory visible to the matrix unit."""
     fence_async_shared()
     arrive(barrier)
+
+
+@gluon.jit
+def wait_written(barrier, phase):
+    """Wait for a copy, and make it visible to the matrix unit."""
+    mbarrier.wait(barrier, phase)
+    fence_async_shared()
 
 
 @gluon.jit

@@ -29,6 +29,7 @@ from specdec_kernels.attention.device_hopper import (
     num_tiles,
     rows_of_group,
     store_operand,
+    weights_of_tile,
     work_item,
     work_range,
     write_rows,
@@ -100,17 +101,6 @@ def convert_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
 
 
 @gluon.jit
-def _weights(scores, factor, top):
-    """As `device.softmax_step`: (weights, top, decay of the output, sums [64, 4] of the weights that each thread of a
-    row has). Threads add their sums at the end, because each exchange among them delays the next tile."""
-    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
-    decay = gl.exp2(top - d.finite_or_zero(new_top))
-    weights = gl.exp2(gl.fma(scores, factor[:, None], -d.finite_or_zero(new_top)[:, None]))
-    by_thread = gl.reshape(weights, [GROUP_ROWS, weights.shape[1] // 8, 4, 2])
-    return weights, new_top, decay, gl.sum(gl.sum(by_thread, 3), 1)
-
-
-@gluon.jit
 def _fold_tile(start, q, factor, zeros, sums, columns, ring, buffer, phase, view, item, NUM_BUFFERS: gl.constexpr,
                MODE: gl.constexpr, WORDS: gl.constexpr):  # fmt: skip
     """Multiply with the keys of the tile at `start` and with the values of the tile before, which are in one buffer:
@@ -126,7 +116,7 @@ def _fold_tile(start, q, factor, zeros, sums, columns, ring, buffer, phase, view
         # With a barrier, because a compiler would compute the masks of all tiles rather than branch.
         tl.debug_barrier()
         scores = masked(scores, start, columns, view, item.stop, MODE, WORDS)
-    weights, top, decay, added = _weights(scores, factor, top)
+    weights, top, decay, added = weights_of_tile(scores, factor, top)
     total = gl.fma(total, gl.convert_layout(decay, gl.SliceLayout(1, added.type.layout))[:, None], added)
     narrow = gl.convert_layout(weights.to(narrow.dtype), narrow.type.layout)
     before = buffer
@@ -197,7 +187,7 @@ def attend_fp8(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexp
             buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
             if item.begin + BLOCK_N > item.free_end:
                 scores = masked(scores, item.begin, columns, view, item.stop, MODE, WORDS)
-            weights, top, decay, total = _weights(scores, factor, top)
+            weights, top, decay, total = weights_of_tile(scores, factor, top)
             sums = (gl.convert_layout(weights.to(gl.float16), P), top, total, decay, acc)
             mbarrier.wait(ring.full.index(buffer), phase)
             for start in range(item.begin + BLOCK_N, item.stop, BLOCK_N):

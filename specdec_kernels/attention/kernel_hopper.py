@@ -2,7 +2,7 @@
 
 It computes what `kernel` computes, with specialised warps, as in FlashAttention-3 (arXiv 2407.08608):
 
-    producer     copies keys and values of the tiles, as many ahead as there are buffers
+    producer     copies keys and values of the tiles into buffers of their own, as many ahead as there are buffers
     computing    one or two groups of 64 rows, which share every tile and wait for each other only for a free buffer
 
 Within a computing group two products are in flight while a softmax runs:
@@ -34,13 +34,15 @@ from specdec_kernels.attention.device_hopper import (
     WARPS,
     Ring,
     arrive,
-    arrive_written,
     load_rows,
     masked,
     next_buffer,
     nodes_of_group,
     num_tiles,
     rows_of_group,
+    store_operand,
+    wait_written,
+    weights_of_tile,
     work_item,
     work_range,
     write_rows,
@@ -51,12 +53,12 @@ from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.gluon_copies import request_copy
 from specdec_kernels.launch import launch
 
-_KEYS = 64  # of a tile
-_LAG = gl.constexpr(1)  # tiles that the producer has requested beyond the one that it announces
+_KEYS = {2: 128, 1: 64}  # bytes of a stored number: keys of a tile
+_PART = gl.constexpr(64)  # keys that the producer asks for at a time: more take more registers than it has
 # (bytes of a stored number, rows of a program): buffers, and registers of a thread: before they are shared out, in a
 # second computing group, and in the producer. The first computing group has what is left.
 _SETTINGS = {
-    (2, 128): dict(NUM_BUFFERS=4, maxnreg=168, COMPUTING=224, COPYING=56),
+    (2, 128): dict(NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
     (1, 64): dict(NUM_BUFFERS=2, maxnreg=128, COMPUTING=0, COPYING=88),
     (1, 128): dict(NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
 }
@@ -65,17 +67,29 @@ WARP_SPECIALIZED_TILES = tuple(_SETTINGS)
 
 
 @gluon.jit
+def _copy_tile(buffer, source_ptr, table_row, pages, first, stop, columns, dims, STATIC: gl.constexpr):
+    """Ask for the keys, or the values, from position `first` on; `pages` are those of its first part. Returns the pages
+    of the first part of the next tile."""
+    BLOCK_N: gl.constexpr = STATIC.BLOCK_N
+    for row in gl.static_range(0, BLOCK_N, _PART):
+        positions = first + row + columns
+        places = pages.to(gl.int64) * STATIC.PAGE + positions % STATIC.PAGE
+        pages = d.page_ids(table_row, positions + _PART, stop, STATIC.PAGE)
+        offsets = places[:, None] * (STATIC.H_KV * STATIC.D) + dims[None, :]
+        request_copy(buffer.slice(row, _PART), source_ptr + offsets, mask=(positions < stop)[:, None])
+    return pages
+
+
+@gluon.jit
 def _copy_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
-    """The producer. A tile is announced _LAG tiles after it was requested."""
+    """The producer. It waits for free buffers alone: its copies arrive at a buffer's barrier when they have ended."""
     D: gl.constexpr = STATIC.D
     H_KV: gl.constexpr = STATIC.H_KV
     PAGE: gl.constexpr = STATIC.PAGE
     BLOCK_N: gl.constexpr = STATIC.BLOCK_N
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOAD))
+    columns = gl.arange(0, _PART, gl.SliceLayout(1, LOAD))
     dims = gl.arange(0, D, gl.SliceLayout(0, LOAD))
-    asked = 0  # tiles in all
-    announced = 0  # the next buffer to announce
     buffer, phase = 0, 0
     first, last, step = work_range(call.num_items, H_KV)
     for work in range(first, last, step):
@@ -86,36 +100,17 @@ def _copy_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
         table_row = call.table + item.request * call.table_stride
         pages = d.page_ids(table_row, item.begin + columns, item.stop, PAGE)
         for tile in range(tiles):
-            positions = item.begin + tile * BLOCK_N + columns
-            places = pages.to(gl.int64) * PAGE + positions % PAGE
-            pages = d.page_ids(table_row, positions + BLOCK_N, item.stop, PAGE)
-            offsets = places[:, None] * (H_KV * D) + dims[None, :]
-            stored = (positions < item.stop)[:, None]
+            start = item.begin + tile * BLOCK_N
             mbarrier.wait(ring.empty.index(buffer), 1 - phase)
-            request_copy(ring.k_tiles.index(buffer), key_ptr + offsets, mask=stored)
-            request_copy(ring.v_tiles.index(buffer), value_ptr + offsets, mask=stored)
-            async_copy.commit_group()
+            _copy_tile(ring.k_tiles.index(buffer), key_ptr, table_row, pages, start, item.stop, columns, dims, STATIC)
+            async_copy.mbarrier_arrive(ring.full.index(buffer), increment_count=False)
+            mbarrier.wait(ring.empty.index(NUM_BUFFERS + buffer), 1 - phase)
+            pages = _copy_tile(
+                ring.v_tiles.index(buffer), value_ptr, table_row, pages, start, item.stop, columns, dims, STATIC
+            )
+            async_copy.mbarrier_arrive(ring.full.index(NUM_BUFFERS + buffer), increment_count=False)
             buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
-            asked += 1
-            if asked > _LAG:
-                async_copy.wait_group(_LAG)
-                arrive_written(ring.full.index(announced))
-                announced = gl.where(announced == NUM_BUFFERS - 1, 0, announced + 1)
     async_copy.wait_group(0)
-    for _left in range(gl.minimum(asked, _LAG)):
-        arrive_written(ring.full.index(announced))
-        announced = gl.where(announced == NUM_BUFFERS - 1, 0, announced + 1)
-
-
-@gluon.jit
-def _weights(scores, start, factor, top, total, columns, view, item, MODE: gl.constexpr, WORDS: gl.constexpr):
-    """As `device.softmax_step`: (weights, top, total, decay of the output)."""
-    if start + scores.shape[1] > item.free_end:
-        scores = masked(scores, start, columns, view, item.stop, MODE, WORDS)
-    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
-    decay = gl.exp2(top - d.finite_or_zero(new_top))
-    weights = gl.exp2(gl.fma(scores, factor[:, None], -d.finite_or_zero(new_top)[:, None]))
-    return weights, new_top, gl.fma(total, decay, gl.sum(weights, 1)), decay
 
 
 @gluon.jit
@@ -127,7 +122,6 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.cons
     WORDS: gl.constexpr = STATIC.WORDS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
-    Q: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     P: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
@@ -139,8 +133,8 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.cons
         item = work_item(work, call, STATIC)
         if item.exists:
             rows = rows_of_group(work, group, item, call, STATIC)
-            # In registers: products that read queries and keys would exceed the bandwidth of shared memory.
-            q = gl.convert_layout(load_rows(call.q, rows, item.used, STATIC), Q)
+            q = ring.queries.index(group)
+            store_operand(q, load_rows(call.q, rows, item.used, STATIC))
             # Made here: Triton 3.6 returns no structure from a function that holds None.
             mask_row = call.mask
             if call.mask is not None:
@@ -148,44 +142,52 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.cons
             nodes = nodes_of_group(rows, LINES, STATIC)
             view = d.View(mask_row, None, None, nodes, item.length, item.used, None)
             top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, LINES)
-            total = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES)
             acc = gl.full([GROUP_ROWS, D], 0.0, gl.float32, SUMS)
 
-            mbarrier.wait(ring.full.index(buffer), phase)
+            wait_written(ring.full.index(buffer), phase)
             scores = warpgroup_mma(q, ring.k_tiles.index(buffer).permute((1, 0)), zeros, use_acc=False)
-            weights, top, total, decay = _weights(
-                scores, item.begin, factor, top, total, columns, view, item, MODE, WORDS
-            )
+            arrive(ring.empty.index(buffer))
+            if item.begin + BLOCK_N > item.free_end:
+                scores = masked(scores, item.begin, columns, view, item.stop, MODE, WORDS)
+            weights, top, decay, total = weights_of_tile(scores, factor, top)
             narrow = gl.convert_layout(weights.to(q.dtype), P)
             for start in range(item.begin + BLOCK_N, item.stop, BLOCK_N):
-                before = buffer
+                before, before_phase = buffer, phase
                 buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
-                mbarrier.wait(ring.full.index(buffer), phase)
+                wait_written(ring.full.index(buffer), phase)
                 k_tile = ring.k_tiles.index(buffer).permute((1, 0))
                 coming = warpgroup_mma(q, k_tile, zeros, use_acc=False, is_async=True)
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+                wait_written(ring.full.index(NUM_BUFFERS + before), before_phase)
                 summed = warpgroup_mma(narrow, ring.v_tiles.index(before), acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[coming])
-                weights, top, total, decay = _weights(
-                    scores, start, factor, top, total, columns, view, item, MODE, WORDS
-                )
-                acc = warpgroup_mma_wait(0, deps=[summed])
-                arrive(ring.empty.index(before))
+                arrive(ring.empty.index(buffer))
+                if start + BLOCK_N > item.free_end:
+                    scores = masked(scores, start, columns, view, item.stop, MODE, WORDS)
+                weights, top, decay, added = weights_of_tile(scores, factor, top)
+                total = gl.fma(total, gl.convert_layout(decay, gl.SliceLayout(1, added.type.layout))[:, None], added)
                 narrow = gl.convert_layout(weights.to(q.dtype), P)
-                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+                # Holds at once: a branch between softmax and wait, which the assembler else moves ahead of the softmax.
+                mbarrier.wait(ring.full.index(NUM_BUFFERS + before), before_phase)
+                acc = warpgroup_mma_wait(0, deps=[summed])
+                arrive(ring.empty.index(NUM_BUFFERS + before))
+            total = gl.convert_layout(gl.sum(total, 1), LINES)
+            acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
+            wait_written(ring.full.index(NUM_BUFFERS + buffer), phase)
             acc = warpgroup_mma(narrow, ring.v_tiles.index(buffer), acc)
-            arrive(ring.empty.index(buffer))
+            arrive(ring.empty.index(NUM_BUFFERS + buffer))
             buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
             write_rows(call, item, rows, acc, top, total, call.value_scale, SUMS, STATIC)
 
 
 @gluon.jit
-def _barriers(ROWS: gl.constexpr, NUM_BUFFERS: gl.constexpr):
-    """(`full`, `empty`) of the buffers."""
+def _barriers(ROWS: gl.constexpr, NUM_BUFFERS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """(`full`, `empty`) of the buffers; a buffer is full after so many arrivals."""
     LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], LAYOUT)
     empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], LAYOUT)
     for buffer in gl.static_range(NUM_BUFFERS):
-        mbarrier.init(full.index(buffer), count=1)
+        mbarrier.init(full.index(buffer), count=ARRIVALS)
         mbarrier.init(empty.index(buffer), count=ROWS // GROUP_ROWS)
     fence_async_shared()
     tl.debug_barrier()
@@ -235,8 +237,11 @@ def _hopper_kernel(
     dtype: gl.constexpr = gl.float16 if STATIC.FP8 else q_ptr.dtype.element_ty
     k_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
     v_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
-    full, empty = _barriers(STATIC.BLOCK_M, NUM_BUFFERS)
-    if GROUPS == 1:
+    # Copies arrive once for each thread of the producer, converted tiles once.
+    full, empty = _barriers(
+        STATIC.BLOCK_M, NUM_BUFFERS if STATIC.FP8 else 2 * NUM_BUFFERS, 1 if STATIC.FP8 else 32 * WARPS
+    )
+    if GROUPS == 1 or not STATIC.FP8:
         queries = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_ROWS, D], SHARED)
         ring = Ring(k_tiles, v_tiles, queries, full, empty)
     else:
@@ -289,7 +294,7 @@ def launch_warp_specialized(call: AttentionCall, out: Tensor, lse: Tensor | None
         *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.sizes[:-1], metadata.page_table.stride(0)),
         *score_factors(call)[:2],
         num_warps=WARPS.value,
-        STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=_KEYS),
+        STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=_KEYS[kv.dtype.itemsize]),
         launch_pdl=True,
         **_SETTINGS[kv.dtype.itemsize, work.block_m],
     )

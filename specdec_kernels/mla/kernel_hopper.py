@@ -47,7 +47,7 @@ from specdec_kernels.attention.device import (
     used_rows,
     visible,
 )
-from specdec_kernels.attention.device_hopper import WARPS, arrive, arrive_written
+from specdec_kernels.attention.device_hopper import WARPS, arrive, arrive_written, wait_written
 from specdec_kernels.attention.launch_arguments import pdl_options
 from specdec_kernels.attention.types import WorkShape
 from specdec_kernels.gluon_copies import request_copy
@@ -155,19 +155,12 @@ def _load_queries(call, shared, HEADS: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def _wait_written(barrier, phase):
-    """Wait for a copy, and make it visible to the matrix unit."""
-    mbarrier.wait(barrier, phase)
-    fence_async_shared()
-
-
-@gluon.jit
 def _scores(shared, zeros, phase, first, G: gl.constexpr):
     """Of the group's own tile, in the order in which its pieces are copied."""
     ORDER: gl.constexpr = (0, 2, 1, 3)
     scores = zeros
     for index in gl.static_range(4):
-        _wait_written(shared.full.index(4 * G + ORDER[index]), phase)
+        wait_written(shared.full.index(4 * G + ORDER[index]), phase)
         piece = shared.pieces.index(first + 4 * G + ORDER[index]).permute((1, 0))
         queries = shared.queries.index(first + ORDER[index])
         if index == 0:
