@@ -259,15 +259,20 @@ def test_digits_are_tokens_of_their_own() -> None:
     assert tokenizer.decode(tokenizer.encode("a = b[12]\n\tñ").ids) == "a = b[12]\n\tñ"
 
 
+RESUMED = ("dflash", "domino", "draft", "eagle3", "peagle")
+"""Of each kind of objective one, and the one whose loss changes with the progress of the training."""
+
+
 @pytest.mark.parametrize("name", list(DRAFTERS))
 def test_drafter_trains_resumes_and_exports(
     shipped_shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     summary = program.train(_drafter_config(name, shipped_shape, whole))
-    monkeypatch.setattr(Trainer, "run", _run_in_two_parts(Trainer.run))
-    program.train(_drafter_config(name, shipped_shape, parts))
-    assert _losses(whole) == _losses(parts)
+    if name in RESUMED:
+        monkeypatch.setattr(Trainer, "run", _run_in_two_parts(Trainer.run))
+        program.train(_drafter_config(name, shipped_shape, parts))
+        assert _losses(whole) == _losses(parts)
     assert {"heldout_arithmetic", "tokens_per_step_windows"} <= _log(whole)[-1].keys()
     assert summary["best_step"] <= summary["steps"] == STEPS
     for method, tokens_per_step in summary["tokens_per_step"]["arithmetic"].items():
@@ -380,9 +385,10 @@ def test_a_few_steps_lower_the_loss(shipped_shape: Path, tmp_path: Path, name: s
     assert losses[-1] < losses[0] - 0.01
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "dflash"])
+@pytest.mark.parametrize("name", ["draft", "eagle", "eagle3"])
 @torch.no_grad()
 def test_an_exported_drafter_changes_no_output(shipped_shape: Path, tmp_path: Path, name: str) -> None:
+    """Those whose drafts are not compared above."""
     objective = _objective(name, shipped_shape, tmp_path)
     export_weights(objective.weights(), objective.hf_config(), tmp_path)
     expected = _answer(shipped_shape, "autoregressive", None)
