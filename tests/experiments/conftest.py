@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf, omegaconf
 from omegaconf._utils import get_yaml_loader
 
 from algorithms import registry
+from experiments.data import arithmetic
 from tests.algorithms.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
 from tests.algorithms.toy import time_once
 
@@ -70,6 +71,14 @@ def files_parsed_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(omegaconf, "yaml", SimpleNamespace(**vars(yaml) | {"load": load}))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def problems_made_once() -> Iterator[None]:
+    made = lru_cache(arithmetic.problems)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arithmetic, "problems", lambda *which: list(made(*which)))
         yield
 
 
