@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from specdec_kernels.interpreter_memory import Memory
 from specdec_kernels.interpreter_operators import FUNCTIONS, Operators
 
 FAST_INTERPRETER = "SPECDEC_FAST_INTERPRETER"
@@ -30,6 +31,8 @@ def prepare() -> None:
         "_patch_lang",
         "_patch_builtin",
         "_get_np_dtype",
+        "_interpreter",
+        "_implicit_cvt",
         "_LangPatchScope",
         "interpreter_semantic",
         "TritonSemantic",
@@ -40,6 +43,7 @@ def prepare() -> None:
         return
     if hasattr(interpreter, "_patch_lang_tensor"):
         interpreter._patch_lang_tensor = _patch_index(interpreter._patch_lang_tensor)
+    interpreter._interpreter = Memory(interpreter.np, interpreter._interpreter)
     interpreter._patch_builtin = _patch_known(interpreter)
     interpreter._patch_lang = _patch_once(interpreter, interpreter._patch_lang)
     interpreter._get_np_dtype = _known_types(interpreter.tl, interpreter._get_np_dtype)

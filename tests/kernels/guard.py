@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import triton.runtime.interpreter as interpreter
 
+from specdec_kernels.interpreter import prepare
+
 INTEGER_POISON = -7777
 
 
@@ -115,6 +117,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 @contextmanager
 def guarded() -> Iterator[None]:
     """Check every load and store of every launch in the interpreter. Raises MemoryFault."""
+    prepare()  # it replaces the same module, and only once
     real, enter = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
     memory = _CheckedMemory(real)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from specdec_kernels.interpreter import prepare
+from specdec_kernels.interpreter_memory import Memory
 from specdec_kernels.interpreter_operators import (
     _ARITHMETIC,
     _BITS,
@@ -126,6 +128,31 @@ def test_loads_are_what_triton_loads(kind: Any) -> None:
         pointer = tl.tensor(interpreter.TensorHandle(addresses, type_of), block)
         short += assert_same("load", pointer, mask, other)
     assert short == 0 if kind is tl.int1 else short > 20
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint32, np.int64, np.float16, np.float32])
+def test_memory_is_gathered_as_triton_walks_it(kind: Any) -> None:
+    """From one array in any order, from two, from places that are no multiples of a size apart, and with few lanes."""
+    rng, own = np.random.default_rng(1), _interpreter_of_triton()
+    arrays = [rng.integers(1, 99, 300).astype(kind) for _ in range(2)]
+    memory, calls = Memory(np, Mock(wraps=own)), 0
+    for lanes, num_arrays, shift, share in product((8, 128), (1, 2), (0, 1), (0.0, 0.4, 1.0)):
+        bases = np.array([array.ctypes.data for array in arrays], np.uint64)[rng.integers(0, num_arrays, lanes)]
+        places = rng.integers(0, 200, lanes).astype(np.uint64) * np.uint64(np.dtype(kind).itemsize)
+        moved = places + np.uint64(shift) * (np.arange(lanes) % 2).astype(np.uint64)
+        addresses, active = (bases + moved).reshape(2, -1), (rng.random(lanes) < share).reshape(2, -1)
+        filled = rng.integers(1, 99, active.shape).astype(kind)
+        mask = active * rng.integers(1, 3) if lanes == 128 else active  # of one bit by its type, a number in NumPy
+        asked = np.where(active, addresses, np.uint64(0)), mask, filled, np.dtype(kind)
+        found, expected = memory.load(*asked), own.load(*asked)
+        assert found.tobytes() == expected.tobytes() and found.dtype == expected.dtype
+        calls += 1
+    assert 0 < memory.__getattr__("load").call_count < calls
+
+
+def _interpreter_of_triton() -> Any:
+    prepare()
+    return interpreter._interpreter._own
 
 
 def test_new_dimensions_are_what_triton_gives() -> None:
