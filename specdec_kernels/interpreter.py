@@ -121,7 +121,8 @@ def _known_types(tl: Any, find: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _known_arguments(interpreter: Any, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The interpreter's tensor of an argument; pointers to one type have one type in all launches."""
-    tl, numpy, types = interpreter.tl, interpreter.np, {}
+    tl, numpy = interpreter.tl, interpreter.np
+    types: dict[Any, Any] = {}
 
     def converted(value: Any) -> Any:
         if not hasattr(value, "data_ptr"):

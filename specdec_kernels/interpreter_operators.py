@@ -169,7 +169,7 @@ class Operators:
     def _cast(self, slow: Callable[..., Any]) -> Callable[..., Any]:
         """To a type that NumPy converts to as Triton does."""
         keep, made, results, tensor = self._keep, self._made, self._results, self._interpreter.tl.tensor
-        numbers, typed, wanted = self._numbers, self._interpreter._get_np_dtype, self._numbers | self._unsigned
+        typed, wanted = self._interpreter._get_np_dtype, self._numbers | self._unsigned
         given = wanted | {id(self._interpreter.tl.int1)}
 
         def cast(values: Any, kind: Any, *more: Any, **rest: Any) -> Any:
@@ -221,7 +221,7 @@ class Operators:
 
         return load
 
-    def _keep(self, key: tuple[int, ...], result: Any, *operands: Any) -> Any:
+    def _keep(self, key: tuple[Any, ...], result: Any, *operands: Any) -> Any:
         """The result, its type kept for the key, with what the key names by its identity."""
         if len(self._results) >= _KEPT:
             self._results.clear()
