@@ -195,7 +195,9 @@ class Operators:
 
         def constant(value: Any, kind: Any, shape: Any) -> tuple[Any, Any]:
             """All lanes active, and the number behind the mask in each of them."""
-            number = semantic.cast(semantic.to_tensor(value or 0), kind)
+            if value is None:
+                return numpy.ones(shape, bool), numpy.zeros(shape, typed(kind))
+            number = semantic.cast(semantic.to_tensor(value), kind)
             return numpy.ones(shape, bool), spread(number.handle.data, shape).copy()
 
         def load(pointer: Any, mask: Any = None, other: Any = None, *more: Any, **hints: Any) -> Any:

@@ -20,6 +20,7 @@ import triton.runtime.interpreter as interpreter
 from specdec_kernels.interpreter import prepare
 
 INTEGER_POISON = -7777
+PART = 2**22  # bytes of memory whose writers are kept together
 
 
 class MemoryFault(AssertionError):
@@ -79,26 +80,25 @@ class _CheckedMemory:
         return f"0x{address:x}, {min(ends)[1]:+d} bytes from the nearest argument's end"
 
     def _record_writes(self, lanes: np.ndarray) -> None:
-        """Addresses of one store: of each byte of a tensor, which program wrote it, counted from 1."""
+        """Addresses of one store: of each byte of a part of memory, which program wrote it, counted from 1."""
         builder = interpreter.interpreter_builder
         program = tuple(builder.grid_idx)
         number = 1 + int(np.ravel_multi_index(program, builder.grid_dim))
         twice = lanes.size - np.unique(lanes).size
         if twice:
             raise MemoryFault(f"store: {twice} addresses written by several lanes at {program}")
-        for place, (low, high) in enumerate(self._extents):
-            here = lanes[(lanes >= low) & (lanes < high)]
-            if not here.size:
-                continue
-            if place not in self._writers:
-                self._writers[place] = np.zeros(high - low, np.int32)
-            writers = self._writers[place]
-            before = writers[here - np.uint64(low)]
+        parts = lanes // np.uint64(PART)
+        for part in np.unique(parts).tolist():
+            here = lanes[parts == part]
+            if part not in self._writers:
+                self._writers[part] = np.zeros(PART, np.int32)
+            writers, places = self._writers[part], here % np.uint64(PART)
+            before = writers[places]
             taken = (before != 0) & (before != number)
             if taken.any():
                 other = tuple(map(int, np.unravel_index(before[taken][0] - 1, builder.grid_dim)))
                 raise MemoryFault(f"store: 0x{int(here[taken][0]):x} written by programs {other} and {program}")
-            writers[here - np.uint64(low)] = number
+            writers[places] = number
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

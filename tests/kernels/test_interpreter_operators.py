@@ -111,7 +111,7 @@ def test_casts_and_negatives_are_what_triton_gives() -> None:
         assert not np.signbit(Operators(interpreter).of("__neg__", lambda values: values)(zero).handle.data)
 
 
-@pytest.mark.parametrize("kind", [tl.int1, tl.int8, tl.int64, tl.uint32, tl.float16, tl.float32])
+@pytest.mark.parametrize("kind", [tl.int1, tl.int8, tl.int64, tl.uint32, tl.float16, tl.float32, tl.float8e4nv])
 def test_loads_are_what_triton_loads(kind: Any) -> None:
     """With a mask, a number or a tensor behind it, and hints; lanes behind the mask have no address."""
     memory = np.arange(1, 9).astype(np.int8 if kind is tl.int1 else interpreter._get_np_dtype(kind))
