@@ -32,11 +32,11 @@ from tests.algorithms.toy import Setup, answers, changed, requests, run
 
 TEMPERATURE = 0.7
 OF_EACH_HEAD = (
-    "zlab", "deepspec vanilla", "deepspec gated", "deepspec rnn", "dspark confidence", "domino shifted", "dflash 2",
-    "speculators dspark vanilla",
+    "speculators dflash", "deepspec vanilla", "deepspec gated", "speculators dspark rnn", "dspark confidence", "domino",
+    "dflash 2", "speculators dspark vanilla",
 )  # fmt: skip
-"""One family for each way to come from hidden states to a draft, the last with a vocabulary of its own. How layouts are
-read shows in greedy chains."""
+"""One family for each way to come from hidden states to a draft, with the target's vocabulary and with one of its own. How
+layouts are read shows in greedy chains."""
 
 
 @pytest.fixture(params=list(FAMILIES))
