@@ -16,7 +16,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from specdec_kernels.interpreter_operators import Operators
+from specdec_kernels.interpreter_memory import Memory
+from specdec_kernels.interpreter_operators import FUNCTIONS, Operators
 
 FAST_INTERPRETER = "SPECDEC_FAST_INTERPRETER"
 
@@ -30,6 +31,8 @@ def prepare() -> None:
         "_patch_lang",
         "_patch_builtin",
         "_get_np_dtype",
+        "_interpreter",
+        "_implicit_cvt",
         "_LangPatchScope",
         "interpreter_semantic",
         "TritonSemantic",
@@ -40,9 +43,11 @@ def prepare() -> None:
         return
     if hasattr(interpreter, "_patch_lang_tensor"):
         interpreter._patch_lang_tensor = _patch_index(interpreter._patch_lang_tensor)
+    interpreter._interpreter = Memory(interpreter.np, interpreter._interpreter)
     interpreter._patch_builtin = _patch_known(interpreter)
     interpreter._patch_lang = _patch_once(interpreter, interpreter._patch_lang)
     interpreter._get_np_dtype = _known_types(interpreter.tl, interpreter._get_np_dtype)
+    interpreter._implicit_cvt = _known_arguments(interpreter, interpreter._implicit_cvt)
     core = interpreter.tl.core
     core.block_type.__init__ = _known_blocks(core.block_type.__init__)
     core.tensor.__init__ = _known_shapes(core.tensor.__init__)
@@ -78,7 +83,7 @@ def _patch_known(interpreter: Any) -> Callable[..., None]:
             if not found:  # they are replaced at this moment
                 return
             plain = {name: interpreted(inspect.unwrap(member)) for name, member in found.items()}
-            short = plain if holder is interpreter.tl.tensor else plain.keys() & {"where"}
+            short = plain if holder is interpreter.tl.tensor else plain.keys() & FUNCTIONS
             kept[holder] = plain | {name: operators.of(name, plain[name]) for name in short}
         for name, replacement in kept[holder].items():
             if is_builtin(getattr(holder, name)):
@@ -112,6 +117,22 @@ def _known_types(tl: Any, find: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return known(element) if type(element) is tl.dtype else find(element)
 
     return of
+
+
+def _known_arguments(interpreter: Any, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The interpreter's tensor of an argument; pointers to one type have one type in all launches."""
+    tl, numpy = interpreter.tl, interpreter.np
+    types: dict[Any, Any] = {}
+
+    def converted(value: Any) -> Any:
+        if not hasattr(value, "data_ptr"):
+            return convert(value)
+        kind = types.get(value.dtype)
+        if kind is None:
+            kind = types[value.dtype] = convert(value).type
+        return tl.tensor(interpreter.TensorHandle(numpy.array([value.data_ptr()], numpy.uint64), kind), kind)
+
+    return converted
 
 
 def _known_blocks(init: Callable[..., None]) -> Callable[..., None]:

@@ -17,8 +17,9 @@ def add_products_in_order(patch: pytest.MonkeyPatch) -> None:
 
     def dot(self: Any, a: Any, b: Any, acc: Any, *precision: Any) -> Any:
         total = acc.data.copy()
-        for k in range(a.data.shape[1]):
-            total += a.data[:, k, None].astype(total.dtype) * b.data[k].astype(total.dtype)
+        left, right = a.data.astype(total.dtype), b.data.astype(total.dtype)
+        for k in range(left.shape[1]):
+            total += left[:, k, None] * right[k]
         return interpreter.TensorHandle(total, acc.dtype.scalar)
 
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

@@ -11,7 +11,15 @@ _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_
 _HOST = ("_local_scalar_dense", "is_same_size")
 
 
-class DeviceOperations(TorchDispatchMode):
+class OperationMode(TorchDispatchMode):
+    """A mode of operations that run one by one: nothing has to keep `torch.compile` away from each of them."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class DeviceOperations(OperationMode):
     """Counts operations of torch that would launch a kernel. New memory is zeroed, because recorded launches leave it
     unwritten and later operations use it as indices."""
 

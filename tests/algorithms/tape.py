@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from tests.algorithms.device_operations import OperationMode
 
 _READS_BACK = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select"}
 _tape: Tape | None = None
@@ -31,7 +33,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class Tape(TorchDispatchMode):
+class Tape(OperationMode):
     """Takes the place of `CudaCapture`. Reading a tensor back while recording is an error."""
 
     def __init__(self, work: Callable[[], None]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from algorithms.algorithm import Algorithm, Resources
 from algorithms.dflash import drafting as dflash
@@ -25,6 +24,7 @@ from algorithms.step.step import PHASES, Step
 from algorithms.suffix import Suffix
 from specdec_kernels.history import kernel as history_kernel
 from specdec_kernels.tree import kernel as tree_kernel
+from tests.algorithms.device_operations import OperationMode
 from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET
 from tests.algorithms.toy import Scripted, Setup, answers, autoregressive, changed, engine_of, requests, run, scripts
 
@@ -73,7 +73,7 @@ def test_late_reading_counts_as_early_reading_does(drafter: dflash.DFlash) -> No
         )
 
 
-class Reads(TorchDispatchMode):
+class Reads(OperationMode):
     """Counts operations that wait for the device or whose result's shape depends on data."""
 
     NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
@@ -83,7 +83,7 @@ class Reads(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.__name__.split(".")[0]
+        name = func.overloadpacket.__name__
         if name in self.NAMES or any(
             isinstance(a, torch.Tensor) and a.dtype == torch.bool for a in _indices(name, args)
         ):

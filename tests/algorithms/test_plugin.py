@@ -76,19 +76,12 @@ def command(folder: Path, site: Path, *arguments: str, **environment: str) -> su
     return run_python(str(ROOT / "run.py"), *arguments, cwd=folder, env=known)
 
 
-@pytest.mark.parametrize("installed", [True, False], ids=["installed", "named"])
-def test_it_is_an_option_in_every_folder(tmp_path: Path, installed: bool) -> None:
+def test_it_is_an_option_in_every_folder(tmp_path: Path) -> None:
     """Engine, report and records take it like a shipped one, without any YAML."""
-    site, folder = tmp_path / "site", tmp_path / "elsewhere"
+    site, folder = install(tmp_path / "site"), tmp_path / "elsewhere"
     folder.mkdir()
-    if installed:
-        install(site)
-    else:
-        site.mkdir()
-        (site / "echo_drafter.py").write_text(SOURCE)
-    named = {} if installed else {PACKAGES_VARIABLE: "echo_drafter"}
     settings = ("algo=echo", "algo.draft_len=5", "data=code", "data.limit=2", "tracker=none", "runtime.impl=reference")
-    done = command(folder, site, *settings, "sampling.max_new_tokens=40", **named)
+    done = command(folder, site, *settings, "sampling.max_new_tokens=32")
     assert done.returncode == 0, done.stderr
     (summary_file,) = folder.glob("outputs/**/summary.json")
     row = json.loads(summary_file.read_text())["rows"][-1]
@@ -96,6 +89,13 @@ def test_it_is_an_option_in_every_folder(tmp_path: Path, installed: bool) -> Non
     assert row["lossless"] == {"checked": 2, "identical": 2, "near_ties": 0, "first_difference": None}
     assert row["tokens_per_step"] > 1.1
     assert "echo" in (summary_file.parent / "report.html").read_text()
+
+
+def test_a_module_that_a_variable_names_is_an_option(tmp_path: Path) -> None:
+    (tmp_path / "echo_drafter.py").write_text(SOURCE)
+    words = ("algo=echo", "algo.draft_len=5", "--cfg=job")
+    done = command(tmp_path, tmp_path, *words, **{PACKAGES_VARIABLE: "echo_drafter"})
+    assert done.returncode == 0 and "name: echo" in done.stdout and "draft_len: 5" in done.stdout, done.stderr
 
 
 def shown(message: str) -> None:

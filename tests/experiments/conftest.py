@@ -10,11 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from hydra._internal import config_repository
 from hydra._internal.hydra import Hydra
 from hydra.core import config_store
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, omegaconf
+from omegaconf._utils import get_yaml_loader
 
+from algorithms import registry
+from experiments.data import arithmetic
 from tests.algorithms.tiny_folders import small_config, small_dflash_config, write_dflash, write_target
 from tests.algorithms.toy import time_once
 
@@ -54,6 +58,42 @@ def schemas_read_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config_store, "OmegaConf", SimpleNamespace(structured=structured))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def files_parsed_once() -> Iterator[None]:
+    """A text has one meaning, and OmegaConf copies what it is given."""
+    parsed = lru_cache(lambda text: yaml.load(text, Loader=get_yaml_loader()))
+
+    def load(file: Any, Loader: Any) -> Any:
+        return parsed(file if isinstance(file, str) else file.read())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(omegaconf, "yaml", SimpleNamespace(**vars(yaml) | {"load": load}))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def problems_made_once() -> Iterator[None]:
+    made = lru_cache(arithmetic.problems)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arithmetic, "problems", lambda *which: list(made(*which)))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plugins_sought_once() -> Iterator[None]:
+    """What is installed stays. Plugins that a variable names are sought each time."""
+    read = registry.algorithms_in
+    shipped = lru_cache(read)
+
+    def algorithms_in(package: str) -> dict[str, Any]:
+        return dict(shipped(package)) if package == "algorithms" else read(package)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", lru_cache(registry.entry_points))
+        patch.setattr(registry, "algorithms_in", algorithms_in)
         yield
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.app.schema import REPO_ROOT
+from experiments.checkpoints import conventions
 from experiments.checkpoints.conventions import Reading, main, readings, rewritten
 
 TINY = REPO_ROOT / "assets" / "tiny"
@@ -35,6 +36,9 @@ def test_the_shipped_drafter_is_right_and_a_wrong_file_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    some = [each for each in readings("dflash") if each.name in ("as declared", "slots=own", "slots=next layers+1")]
+    monkeypatch.setattr(conventions, "readings", lambda algo: some)
+    assert len(some) == 3
     text = tmp_path / "prompts"
     text.write_text("Tom has 3 apples and buys 4 more. How many apples are there now?")
     arguments = [str(TINY / "target"), str(TINY / "dflash"), "--tokens", "12", "--text", str(text)]

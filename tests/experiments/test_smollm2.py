@@ -156,7 +156,7 @@ def test_a_wheel_of_another_sum_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 
 PROMPTS = ("Write a Python function that adds two numbers.", "Correct the spelling: I has a dreem.")
-TOKENS_COMPARED = 24
+TOKENS_COMPARED = 12
 SETUP = Setup(backend="torch", max_batch=2, max_length=160)
 
 

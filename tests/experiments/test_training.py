@@ -90,6 +90,23 @@ def _small_corpus() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_curves() -> Iterator[None]:
+    """The curves of a target and of one drafter are drawn, once each."""
+    draw, titles = program.plot_curve, []  # type: ignore[attr-defined]
+
+    def drawn(rows: Any, path: Path, title: str) -> None:
+        if title in titles or len(titles) == 2:
+            path.write_text("<?xml")
+        else:
+            titles.append(title)
+            draw(rows, path, title)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(program, "plot_curve", drawn)
+        yield
+
+
 def _settings(**changes: object) -> TrainSettings:
     fields = {"minutes": None, "steps": STEPS, "threads": 1, "autocast": False, "device": "cpu"} | changes
     return TrainSettings(**{"log_every_steps": 1, "eval_every_steps": 3} | fields)  # type: ignore[arg-type]
@@ -259,15 +276,20 @@ def test_digits_are_tokens_of_their_own() -> None:
     assert tokenizer.decode(tokenizer.encode("a = b[12]\n\tñ").ids) == "a = b[12]\n\tñ"
 
 
+RESUMED = ("dflash", "domino", "draft", "eagle3", "peagle")
+"""Of each kind of objective one, and the one whose loss changes with the progress of the training."""
+
+
 @pytest.mark.parametrize("name", list(DRAFTERS))
 def test_drafter_trains_resumes_and_exports(
     shipped_shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     summary = program.train(_drafter_config(name, shipped_shape, whole))
-    monkeypatch.setattr(Trainer, "run", _run_in_two_parts(Trainer.run))
-    program.train(_drafter_config(name, shipped_shape, parts))
-    assert _losses(whole) == _losses(parts)
+    if name in RESUMED:
+        monkeypatch.setattr(Trainer, "run", _run_in_two_parts(Trainer.run))
+        program.train(_drafter_config(name, shipped_shape, parts))
+        assert _losses(whole) == _losses(parts)
     assert {"heldout_arithmetic", "tokens_per_step_windows"} <= _log(whole)[-1].keys()
     assert summary["best_step"] <= summary["steps"] == STEPS
     for method, tokens_per_step in summary["tokens_per_step"]["arithmetic"].items():
@@ -380,9 +402,10 @@ def test_a_few_steps_lower_the_loss(shipped_shape: Path, tmp_path: Path, name: s
     assert losses[-1] < losses[0] - 0.01
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "dflash"])
+@pytest.mark.parametrize("name", ["draft", "eagle", "eagle3"])
 @torch.no_grad()
 def test_an_exported_drafter_changes_no_output(shipped_shape: Path, tmp_path: Path, name: str) -> None:
+    """Those whose drafts are not compared above."""
     objective = _objective(name, shipped_shape, tmp_path)
     export_weights(objective.weights(), objective.hf_config(), tmp_path)
     expected = _answer(shipped_shape, "autoregressive", None)
@@ -390,15 +413,15 @@ def test_an_exported_drafter_changes_no_output(shipped_shape: Path, tmp_path: Pa
 
 
 def _list_of(target: Path, folder: Path, *words: str) -> list[str]:
-    """A command line for three drafters of `target`, small."""
+    """A command line for two drafters of `target`, small."""
     return [
-        "drafter=[dflash,dspark,eagle3]", "model=local", f"model.path={target}", "text=tiny", f"out_dir={folder}",
+        "drafter=[dspark,eagle3]", "model=local", f"model.path={target}", "text=tiny", f"out_dir={folder}",
         f"text.folder={target.parent / 'text'}", "~text.kinds.functions", "text.kinds.arithmetic.count=6",
         "text.kinds.windows.count=6", "text.kinds.arithmetic.answer_tokens=12", "text.kinds.windows.answer_tokens=12",
         "text.kinds.windows.prompt_tokens=48", "text.validation=3", "text.shard=4", "text.batch=4",
         "evaluation.sets=[]", "evaluation.limit=2", "evaluation.max_new_tokens=6", "batch.tokens=256",
-        "batch.evaluation_tokens=128", "train.threads=1", "train.device=cpu", "dflash.drafter.block_size=4",
-        "dspark.drafter.markov_rank=4", "dflash.drafter.target_layer_ids=[1]", *words,
+        "batch.evaluation_tokens=128", "train.threads=1", "train.device=cpu", "dspark.drafter.block_size=4",
+        "dspark.drafter.markov_rank=4", "dspark.drafter.target_layer_ids=[1]", *words,
     ]  # fmt: skip
 
 
@@ -406,19 +429,19 @@ def test_a_list_of_drafters_learns_from_the_same_tokens(shipped_shape: Path, tmp
     app_compose.register()
     words = _list_of(shipped_shape, tmp_path, "train.steps=2")
     comparison.compare(words, program.run)
-    names = ["dflash", "dspark", "eagle3"]
+    names = ["dspark", "eagle3"]
     summaries = [json.loads((tmp_path / name / "training_summary.json").read_text()) for name in names]
     assert len({summary["tokens"] for summary in summaries}) == 1 and {each["steps"] for each in summaries} == {2}
     assert {(tmp_path / name / "text.json").read_text() for name in names} == {
-        (tmp_path / "dflash" / "text.json").read_text()
+        (tmp_path / "dspark" / "text.json").read_text()
     }
     table = (tmp_path / "drafters.md").read_text()
     assert [line.split(" | ")[0].strip("| ") for line in table.splitlines()] == [
-        "drafter", "---", *["dflash"] * 2, *["dspark"] * 2, *["eagle3"] * 3,
+        "drafter", "---", *["dspark"] * 2, *["eagle3"] * 3,
     ]  # fmt: skip
     assert "tokens/step arithmetic | tokens/step windows" in table, "held-out prompts of the text, without sets"
-    assert f"| dspark | {summaries[1]['parameters']:,} | {summaries[1]['tokens']:,} | " in table
-    again = Mock(return_value=summaries[2])
+    assert f"| dspark | {summaries[0]['parameters']:,} | {summaries[0]['tokens']:,} | " in table
+    again = Mock(return_value=summaries[1])
     comparison.compare(words, again)
     assert not again.called and (tmp_path / "drafters.md").read_text() == table
     comparison.compare([*words, "eagle3.chain.steps=2"], again)

@@ -17,7 +17,10 @@ import numpy as np
 import torch
 import triton.runtime.interpreter as interpreter
 
+from specdec_kernels.interpreter import prepare
+
 INTEGER_POISON = -7777
+PART = 2**22  # bytes of memory whose writers are kept together
 
 
 class MemoryFault(AssertionError):
@@ -29,18 +32,15 @@ class _CheckedMemory:
 
     def __init__(self, real: Any) -> None:
         self._real = real
-        self._low = np.zeros(0, np.uint64)
-        self._high = np.zeros(0, np.uint64)
-        self._written: dict[int, tuple[int, ...]] = {}
+        self._extents: list[tuple[int, int]] = []
+        self._writers: dict[int, np.ndarray] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
     def enter_launch(self, tensors: list[torch.Tensor]) -> None:
-        extents = [_extent(tensor) for tensor in tensors]
-        self._low = np.array([low for low, _ in extents], np.uint64)
-        self._high = np.array([high for _, high in extents], np.uint64)
-        self._written = {}
+        self._extents = [_extent(tensor) for tensor in tensors]
+        self._writers = {}
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
         self._lanes("load", pointers, mask, np.dtype(dtype).itemsize)
@@ -48,19 +48,22 @@ class _CheckedMemory:
 
     def store(self, pointers: Any, value: Any, mask: Any) -> Any:
         lanes = self._lanes("store", pointers, mask, np.asarray(value).dtype.itemsize)
-        self._record_writes(lanes)
+        if lanes.size:
+            self._record_writes(lanes)
         return self._real.store(pointers, value, mask)
 
     def _lanes(self, what: str, pointers: Any, mask: Any, size: int) -> np.ndarray:
         """Addresses of the active lanes, after the bounds check."""
-        pointers, mask = np.broadcast_arrays(np.asarray(pointers), np.asarray(mask).astype(bool))
-        lanes = pointers[mask].astype(np.uint64).ravel()
+        pointers, mask = np.asarray(pointers), np.asarray(mask).astype(bool)
+        lanes = pointers.ravel() if mask.all() else np.broadcast_to(pointers, mask.shape)[mask]
+        lanes = lanes.astype(np.uint64)
         if not lanes.size:
             return lanes
-        if ((self._low <= lanes.min()) & (lanes.max() + np.uint64(size) <= self._high)).any():  # all lie in one tensor
+        first, last = int(lanes.min()), int(lanes.max()) + size
+        if any(low <= first and last <= high for low, high in self._extents):  # all lie in one tensor
             return lanes
         inside = np.zeros(lanes.shape, bool)
-        for low, high in zip(self._low, self._high, strict=True):
+        for low, high in self._extents:
             inside |= (lanes >= low) & (lanes + np.uint64(size) <= high)
         if not inside.all():
             address = int(lanes[~inside][0])
@@ -71,20 +74,31 @@ class _CheckedMemory:
         return lanes
 
     def _describe(self, address: int) -> str:
-        if not len(self._low):
+        if not self._extents:
             return f"0x{address:x}, the launch has no tensors"
-        ends = [(abs(address - int(high)), address - int(high)) for high in self._high]
+        ends = [(abs(address - high), address - high) for _, high in self._extents]
         return f"0x{address:x}, {min(ends)[1]:+d} bytes from the nearest argument's end"
 
     def _record_writes(self, lanes: np.ndarray) -> None:
-        program = tuple(interpreter.interpreter_builder.grid_idx)
-        distinct, times = np.unique(lanes, return_counts=True)
-        if (times > 1).any():
-            raise MemoryFault(f"store: {int((times > 1).sum())} addresses written by several lanes at {program}")
-        for address in distinct.tolist():
-            writer = self._written.setdefault(address, program)
-            if writer != program:
-                raise MemoryFault(f"store: 0x{address:x} written by programs {writer} and {program}")
+        """Addresses of one store: of each byte of a part of memory, which program wrote it, counted from 1."""
+        builder = interpreter.interpreter_builder
+        program = tuple(builder.grid_idx)
+        number = 1 + int(np.ravel_multi_index(program, builder.grid_dim))
+        twice = lanes.size - np.unique(lanes).size
+        if twice:
+            raise MemoryFault(f"store: {twice} addresses written by several lanes at {program}")
+        parts = lanes // np.uint64(PART)
+        for part in np.unique(parts).tolist():
+            here = lanes[parts == part]
+            if part not in self._writers:
+                self._writers[part] = np.zeros(PART, np.int32)
+            writers, places = self._writers[part], here % np.uint64(PART)
+            before = writers[places]
+            taken = (before != 0) & (before != number)
+            if taken.any():
+                other = tuple(map(int, np.unravel_index(before[taken][0] - 1, builder.grid_dim)))
+                raise MemoryFault(f"store: 0x{int(here[taken][0]):x} written by programs {other} and {program}")
+            writers[places] = number
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -103,6 +117,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 @contextmanager
 def guarded() -> Iterator[None]:
     """Check every load and store of every launch in the interpreter. Raises MemoryFault."""
+    prepare()  # it replaces the same module, and only once
     real, enter = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
     memory = _CheckedMemory(real)
 

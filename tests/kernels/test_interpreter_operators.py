@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,22 +13,45 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from specdec_kernels.interpreter import prepare
-from specdec_kernels.interpreter_operators import _ARITHMETIC, _BITS, _COMPARISONS, Operators
+from specdec_kernels.interpreter_memory import Memory
+from specdec_kernels.interpreter_operators import (
+    _ARITHMETIC,
+    _BITS,
+    _COMPARISONS,
+    _DIVISIONS,
+    _SELECTIONS,
+    _SHIFTS,
+    FUNCTIONS,
+    Operators,
+)
 from specdec_kernels.launch import interpreting
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="kernels are compiled here")
 
 KINDS = (
-    tl.int1, tl.int8, tl.int32, tl.int64, tl.uint32, tl.float16, tl.float32, tl.float64, tl.pointer_type(tl.int16),
+    tl.int1, tl.int8, tl.int32, tl.int64, tl.uint8, tl.uint32, tl.float16, tl.float32, tl.float64,
+    tl.pointer_type(tl.int16),
 )  # fmt: skip
 SHAPES = ((), (4,), (4, 1), (1, 4), (2, 4))
+SIGNED = (tl.int32, tl.int64, tl.float32)
 NUMBERS = (0, 3, -5, 2**31, 2**40, True, 0.1, 0.0, 1e-300, 1e39, float("inf"), tl.constexpr(7), tl.constexpr(0.3))
-BINARY = (*_ARITHMETIC, *_COMPARISONS, *_BITS)
+METHODS = (*_ARITHMETIC, *_DIVISIONS, *_COMPARISONS, *_BITS, *_SHIFTS, *(f"r{name}" for name in _ARITHMETIC))
+BINARY = (*(f"__{name}__" for name in METHODS), *_SELECTIONS)
+
+
+@pytest.fixture(autouse=True)
+def types_of_a_kernel() -> Iterator[None]:
+    """Unsigned types are types of their own only while a kernel runs."""
+    scope = interpreter._LangPatchScope()
+    interpreter._patch_lang_core(tl, scope)
+    yield
+    scope.restore()
 
 
 def tensor(kind: Any, shape: tuple[int, ...]) -> Any:
     numpy = np.uint64 if kind.is_ptr() else interpreter._get_np_dtype(kind)
-    values = (np.arange(np.prod(shape, dtype=int)) * 7 % 5 + 1).reshape(shape or (1,)).astype(numpy)
+    values = (np.arange(np.prod(shape, dtype=int)) * 7 % 5 - (2 if kind in SIGNED else 0)).reshape(shape or (1,))
+    values = np.where(values == 0, 3, values).astype(numpy)
     handle = interpreter.TensorHandle(values, kind)
     return tl.tensor(handle, tl.block_type(kind, list(shape)) if shape else kind)
 
@@ -37,13 +62,13 @@ def outcome(function: Any, *operands: Any) -> Any:
     except Exception as error:
         return type(error)
     data = np.asarray(result.handle.data)
-    return data.tolist(), data.dtype, data.shape, str(result.handle.dtype), str(result.type), str(result.dtype)
+    return str(data.tolist()), data.dtype, data.shape, str(result.handle.dtype), str(result.type), str(result.dtype)
 
 
 def assert_same(name: str, *operands: Any) -> bool:
     """Three results are equal: Triton's, the first one of the short way and a later one. Whether the last was short."""
     prepare()
-    holder, calls = (tl if name == "where" else tl.tensor), []
+    holder, calls = (tl if name in FUNCTIONS else tl.tensor), []
     member = getattr(holder, name)
 
     def slow(*arguments: Any, **_: Any) -> Any:
@@ -58,15 +83,15 @@ def assert_same(name: str, *operands: Any) -> bool:
     return len(calls) == before
 
 
-@pytest.mark.parametrize("name", [*(f"__{plain}__" for plain in BINARY), "__radd__", "__rsub__"])
+@pytest.mark.parametrize("name", BINARY)
 def test_operators_give_what_triton_gives(name: str) -> None:
     kinds = (tl.int32, tl.int64), (tl.int64, tl.int32), (tl.float32, tl.float32), (KINDS[-1], tl.int32)
     pairs = [(tensor(one, (4,)), tensor(two, (4,))) for one, two in product(KINDS, KINDS)]
     pairs += [(tensor(one, a), tensor(two, b)) for (one, two), a, b in product(kinds, SHAPES, SHAPES)]
     numbers = [(tensor(kind, shape), number) for kind in KINDS for shape in SHAPES[:2] for number in NUMBERS]
-    reverse = name.startswith("__r")  # of numbers alone; none has a short way
+    reverse = name[2:3] == "r" and name != "__rshift__"  # the number comes before the tensor
     short = [assert_same(name, *operands) for operands in (numbers if reverse else pairs + numbers)]
-    assert sum(short) == 0 if reverse else 5 < sum(short) < len(short)
+    assert 5 < sum(short) < len(short)
 
 
 def test_where_gives_what_triton_gives() -> None:
@@ -74,6 +99,60 @@ def test_where_gives_what_triton_gives() -> None:
     conditions = [tensor(tl.int1, shape) for shape in SHAPES]
     operands = product(conditions, [*sides, 2, 0.5], [*sides, 2, 0.5])
     assert sum(assert_same("where", *each) for each in operands) > 100
+
+
+def test_casts_and_negatives_are_what_triton_gives() -> None:
+    pairs = product([tensor(kind, shape) for kind in KINDS[:-1] for shape in SHAPES[:2]], KINDS[:-1])
+    assert sum(assert_same(name, *pair) for pair in pairs for name in ("to", "cast")) > 80
+    negated = [assert_same("__neg__", tensor(kind, shape)) for kind in KINDS for shape in SHAPES]
+    assert sum(negated) == 4 * len(SHAPES)
+    zero = tl.tensor(interpreter.TensorHandle(np.zeros(1, np.float32), tl.float32), tl.float32)
+    for _ in range(2):
+        assert not np.signbit(Operators(interpreter).of("__neg__", lambda values: values)(zero).handle.data)
+
+
+@pytest.mark.parametrize("kind", [tl.int1, tl.int8, tl.int64, tl.uint32, tl.float16, tl.float32, tl.float8e4nv])
+def test_loads_are_what_triton_loads(kind: Any) -> None:
+    """With a mask, a number or a tensor behind it, and hints; lanes behind the mask have no address."""
+    memory = np.arange(1, 9).astype(np.int8 if kind is tl.int1 else interpreter._get_np_dtype(kind))
+    type_of, masks = tl.pointer_type(kind), [None, *(tensor(tl.int1, shape) for shape in SHAPES)]
+    behind = [tensor(each, shape) for each in (kind, tl.int32) for shape in SHAPES]
+    short, lowest = 0, float("-inf") if kind.is_floating() else -1
+    for shape, mask, other in product(SHAPES, masks, (None, 0, 2, 0.5, lowest, tl.constexpr(3), *behind)):
+        places = np.arange(np.prod(shape, dtype=int)).astype(np.uint64).reshape(shape or (1,))
+        addresses = memory.ctypes.data + places * np.uint64(memory.itemsize)
+        if mask is not None and mask.shape is tensor(kind, shape).shape:
+            mask = tl.tensor(interpreter.TensorHandle(places % 2 == 0, tl.int1), mask.type)
+            addresses = np.where(places % 2 == 0, addresses, np.uint64(0))
+        block = tl.block_type(type_of, list(shape)) if shape else type_of
+        pointer = tl.tensor(interpreter.TensorHandle(addresses, type_of), block)
+        short += assert_same("load", pointer, mask, other)
+    assert short == 0 if kind is tl.int1 else short > 20
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint32, np.int64, np.float16, np.float32])
+def test_memory_is_gathered_as_triton_walks_it(kind: Any) -> None:
+    """From one array in any order, from two, from places that are no multiples of a size apart, and with few lanes."""
+    rng, own = np.random.default_rng(1), _interpreter_of_triton()
+    arrays = [rng.integers(1, 99, 300).astype(kind) for _ in range(2)]
+    memory, calls = Memory(np, Mock(wraps=own)), 0
+    for lanes, num_arrays, shift, share in product((8, 128), (1, 2), (0, 1), (0.0, 0.4, 1.0)):
+        bases = np.array([array.ctypes.data for array in arrays], np.uint64)[rng.integers(0, num_arrays, lanes)]
+        places = rng.integers(0, 200, lanes).astype(np.uint64) * np.uint64(np.dtype(kind).itemsize)
+        moved = places + np.uint64(shift) * (np.arange(lanes) % 2).astype(np.uint64)
+        addresses, active = (bases + moved).reshape(2, -1), (rng.random(lanes) < share).reshape(2, -1)
+        filled = rng.integers(1, 99, active.shape).astype(kind)
+        mask = active * rng.integers(1, 3) if lanes == 128 else active  # of one bit by its type, a number in NumPy
+        asked = np.where(active, addresses, np.uint64(0)), mask, filled, np.dtype(kind)
+        found, expected = memory.load(*asked), own.load(*asked)
+        assert found.tobytes() == expected.tobytes() and found.dtype == expected.dtype
+        calls += 1
+    assert 0 < memory.__getattr__("load").call_count < calls
+
+
+def _interpreter_of_triton() -> Any:
+    prepare()
+    return interpreter._interpreter._own
 
 
 def test_new_dimensions_are_what_triton_gives() -> None:
@@ -95,6 +174,6 @@ def test_operands_that_go_are_not_mistaken_for_others() -> None:
         for _ in range(2):
             moved = add(pointer, tensor(tl.int32, (4,)))
             assert (
-                moved.handle.data.tolist() == [width * each for each in (1, 3, 5, 2)]
+                moved.handle.data.tolist() == [width * each % 2**64 for each in (-2, 3, 2, -1)]
                 and moved.dtype.element_ty is element
             )

@@ -77,9 +77,9 @@ class Shape:
 TREE = Shape((-1, 0, 0, 1, 1, 2, -2, 0), sampled=(1, 2, 3, 4, 5))
 SHAPES = dict.fromkeys(RULES, TREE) | dict.fromkeys(CHAIN_RULES, Shape((-1, 0, 1, -2), sampled=(1, 2)))
 NEVER = 1 - 2.0**-53
-BISECTIONS = 28
+BISECTIONS = 23
 ROUNDING = 2.0**-21  # of a threshold: the kernel's probabilities are float32, and a handful of them meet in each
-BOUND = {"reference": 1e-7, "triton": 1e-6}
+BOUND = {"reference": 1e-6, "triton": 1e-6}
 
 
 def models(name: str, rule: str = "") -> tuple[torch.Tensor, torch.Tensor]:
@@ -303,7 +303,7 @@ def test_expected_number_of_accepted_drafts(rule: str) -> None:
     for row, temperature in enumerate(TEMPERATURES):
         sampling = SamplingTensors(torch.full((len(tokens),), temperature))
         mean = expected_accepted(rule, tokens, links, target[tokens], TREE.nodes, sampling, by_node)
-        assert torch.allclose(weights * mean, wanted[row], rtol=0, atol=1e-7)
+        assert torch.allclose(weights * mean, wanted[row], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3, 6])

@@ -183,12 +183,9 @@ class Original:
         base, dynamic = w[f"{name}.base_kernel"], (x @ w[f"{name}.kernel_projection.weight"].T).view(len(x), 2, 2, -1)
 
         def convolve(side: int, rows: Tensor) -> Tensor:
-            out = torch.zeros_like(rows)
-            for row in range(len(rows)):
-                for channel in range(HIDDEN):
-                    for tap in range(min(2, row + 1)):
-                        kernel = base[side, tap, channel] + dynamic[row, side, tap, channel // GROUP]
-                        out[row, channel] += kernel * rows[row - tap, channel]
+            kernel = base[side] + dynamic[:, side].repeat_interleave(GROUP, -1)  # [rows, tap, HIDDEN]
+            out = kernel[:, 0] * rows
+            out[1:] += kernel[1:, 1] * rows[:-1]
             return out
 
         return convolve(1, sublayer(convolve(0, x)))

@@ -31,6 +31,12 @@ from tests.algorithms.tiny_folders import edit_json, refusal
 from tests.algorithms.toy import Setup, answers, changed, requests, run
 
 TEMPERATURE = 0.7
+OF_EACH_HEAD = (
+    "speculators dflash", "deepspec vanilla", "deepspec gated", "speculators dspark rnn", "dspark confidence", "domino",
+    "dflash 2", "speculators dspark vanilla",
+)  # fmt: skip
+"""One family for each way to come from hidden states to a draft, with the target's vocabulary and with one of its own. How
+layouts are read shows in greedy chains."""
 
 
 @pytest.fixture(params=list(FAMILIES))
@@ -98,6 +104,7 @@ def test_greedy_chains(tmp_path: Path, family: Published) -> None:
             assert tokens[1:] == original.chain(text, family.drafts)
 
 
+@pytest.mark.parametrize("family", OF_EACH_HEAD, indirect=True)
 def test_the_distribution_of_a_sampled_chain(tmp_path: Path, family: Published) -> None:
     """What each draft was sampled from is the original's distribution after the drafts before it."""
     original = Original(family, family.write(tmp_path))
@@ -108,6 +115,7 @@ def test_the_distribution_of_a_sampled_chain(tmp_path: Path, family: Published) 
         torch.testing.assert_close(probs.double(), expected, atol=2e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("family", OF_EACH_HEAD, indirect=True)
 def test_trees(tmp_path: Path, family: Published) -> None:
     """The probability of each path is the product of the original's along it."""
     original = Original(family, family.write(tmp_path))
