@@ -35,8 +35,8 @@ OF_EACH_HEAD = (
     "speculators dflash", "deepspec vanilla", "deepspec gated", "speculators dspark rnn", "dspark confidence", "domino",
     "dflash 2", "speculators dspark vanilla",
 )  # fmt: skip
-"""One family for each way to come from hidden states to a draft, with the target's vocabulary and with one of its own. How
-layouts are read shows in greedy chains."""
+"""One family for each way to come from hidden states to a draft, with the target's vocabulary and with one of its own.
+How layouts are read shows in greedy chains."""
 
 
 @pytest.fixture(params=list(FAMILIES))
