@@ -107,8 +107,9 @@ def test_casts_and_negatives_are_what_triton_gives() -> None:
     negated = [assert_same("__neg__", tensor(kind, shape)) for kind in KINDS for shape in SHAPES]
     assert sum(negated) == 4 * len(SHAPES)
     zero = tl.tensor(interpreter.TensorHandle(np.zeros(1, np.float32), tl.float32), tl.float32)
+    negative = Operators(interpreter).of("__neg__", lambda values: values)
     for _ in range(2):
-        assert not np.signbit(Operators(interpreter).of("__neg__", lambda values: values)(zero).handle.data)
+        assert not np.signbit(negative(zero).handle.data)
 
 
 @pytest.mark.parametrize("kind", [tl.int1, tl.int8, tl.int64, tl.uint32, tl.float16, tl.float32, tl.float8e4nv])
