@@ -188,7 +188,7 @@ def merge_config(chip: str, rows: int, num_splits: int, head_dim: int) -> MergeC
     # A warp takes two rows of 128 two-byte numbers, 16 bytes per lane.
     rows, num_warps = (4, 2) if rows <= 64 else (8, 4)
     if head_dim > 256:
-        rows = num_warps // 2
+        rows = 2
     unroll = 8 if chip == "sm90" and num_splits > 4 else 4  # eight spill on sm100
     return MergeConfig(rows, unroll, num_warps, pdl=chip in _PDL_CHIPS)
 
