@@ -10,7 +10,6 @@ from specdec_kernels.launch import record_compilations
 from tests.kernels.test_compile_gate import run_program
 
 FIXED = {
-    "H": "width of the hidden states",
     "K": "width of the weights",
     "OUTER": "outputs of the weights",
     "groups": "scales of a row of the weights",

@@ -298,7 +298,7 @@ def test_a_target_without_a_head_is_refused(tmp_path: Path, mimo: Target) -> Non
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="algo.hidden_in: expected raw or normed, got 'plain'"):
+    with pytest.raises(ValueError, match="algo.hidden_in: expected one of raw, normed, got 'plain'"):
         MTP.Config(hidden_in="plain")
     with pytest.raises(ValueError, match="feedback=raw: expected one MTP layer"):
         MTPConfig(MIMO, feedback="raw")
