@@ -36,7 +36,7 @@ test: $(VENV)/.installed-dev  ## install with the dev extra, then the test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 commands: $(VENV)/.installed-dev  ## every command of the README and of docs/add_a_kernel.md, as a reader would run it
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m commands tests/test_readme.py tests/kernels/test_add_a_kernel.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m commands tests/test_readme.py tests/kernels/test_add_a_kernel.py $(ARGS)
 
 test-distributed: $(VENV)-distributed/.installed  ## a sweep over two Ray nodes, one of which is lost
 	OMP_NUM_THREADS=1 $(VENV)-distributed/bin/python -m pytest -m distributed tests/distributed $(ARGS)

@@ -15,7 +15,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,14 +61,10 @@ def test_make_targets_exist(command: str) -> None:
     assert recipe.get(words[1], "") in done.stdout
 
 
-def grouped(command: str) -> Any:
-    """Commands of sweeps run in order, in one process of pytest; the others wherever there is time."""
-    return pytest.param(command, marks=[pytest.mark.xdist_group("sweeps")] if "sweep" in command else [])
-
-
 @pytest.mark.commands
-@pytest.mark.parametrize("command", [grouped(command) for command in of("python")])
+@pytest.mark.parametrize("command", of("python"))
 def test_python_commands_run(command: str) -> None:
+    """In the order of the page: the last one reads what a sweep before it wrote."""
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": here, "COLUMNS": "110"}
     environment.pop("TRITON_INTERPRET", None)  # as in a reader's shell

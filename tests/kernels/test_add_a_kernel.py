@@ -13,7 +13,7 @@ import pytest
 from tests.mutants.mutant import ROOT, copy_tree
 from tests.programs import run_python
 
-pytestmark = [pytest.mark.commands, pytest.mark.xdist_group("add_a_kernel")]  # they share and change one tree
+pytestmark = pytest.mark.commands
 PAGE = (ROOT / "docs" / "add_a_kernel.md").read_text(encoding="utf-8")
 FAMILY = "relu2"
 FACADE = "specdec_kernels/__init__.py"
