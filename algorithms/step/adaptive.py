@@ -203,15 +203,16 @@ class Sizing:
 
     def next(self, requests: int) -> int:
         """Nodes of the next step, over `requests` requests; it is counted."""
-        size = self.pacing.next(requests, self._step_ms(requests), self._smaller_pause(requests))
+        step_ms = self._step_ms(requests)
+        size = self.pacing.next(requests, step_ms, self._smaller_pause(requests, step_ms))
         nodes = self.nodes[size]
         self.num_steps[nodes] += 1
         return nodes
 
-    def _smaller_pause(self, requests: int) -> float:
+    def _smaller_pause(self, requests: int, step_ms: Sequence[float]) -> float:
         """Steps between two of the size below the chosen one, infinite where its cost decides nothing. More nodes touch
         fewer new experts each, so it costs no less than the line between a plain step and one of the chosen size."""
-        chosen, step_ms = self.policy.choice or NO_DRAFT, self._step_ms(requests)
+        chosen = self.policy.choice or NO_DRAFT
         real = self._real[self._batch_of(requests)]
         steps = real.num_steps()
         if chosen == NO_DRAFT or not steps[chosen]:
