@@ -40,6 +40,8 @@ class FlashInferPlan(NamedTuple):
     """Arguments of FlashInfer's `plan`, None where no request has rows."""
 
     masked: bool
+    kernel: str
+    """FlashInfer's own backend of this call."""
     rows: Tensor | None
     """Flat indices of the rows of a [B * N] query that take part; None: all."""
     arguments: dict[str, Any] | None
@@ -56,7 +58,8 @@ class FlashInferBackend(packages.PackageBackend):
         GROUP = "backend."
         name: str = "flashinfer"
         kernel: Annotated[str, ("auto", "fa2", "fa3")] = "auto"
-        """FlashInfer's own backend for calls without a tree: `auto`, `fa2` or `fa3`."""
+        """FlashInfer's own backend for calls without a tree. `auto`: `fa2`, which splits the keys of a request, for steps,
+        and FlashInfer's choice for prompts."""
         workspace_mb: Annotated[int, Between(1)] = 128
 
         @property
@@ -70,8 +73,8 @@ class FlashInferBackend(packages.PackageBackend):
             raise BackendError(f"backend=flashinfer: {reason}; use backend=fa4 or backend=torch")
         self.served: dict[str, str] = {}
         self._config, self._impl = config, impl
-        self._wrappers: dict[bool, Any] = {}
-        self._active: dict[bool, FlashInferPlan] = {}
+        self._wrappers: dict[tuple[bool, str], Any] = {}
+        self._active: dict[tuple[bool, str], FlashInferPlan] = {}
 
     @staticmethod
     def unavailable() -> str | None:
@@ -107,7 +110,9 @@ class FlashInferBackend(packages.PackageBackend):
             chosen = torch.tensor(live, device=used.device)
             keys = (metadata.lengths + drafted)[chosen]
             arguments = self._arguments(metadata.of_requests(chosen), shape, used[chosen], keys)
-        planned = FlashInferPlan(metadata.mode == "tree", _rows(used_host, shape.num_nodes, used.device), arguments)
+        masked, rows = metadata.mode == "tree", _rows(used_host, shape.num_nodes, used.device)
+        splits = masked or (phase != "prefill" and self._config.kernel == "auto")
+        planned = FlashInferPlan(masked, "fa2" if splits else self._config.kernel, rows, arguments)
         if live:
             self._activate(planned)
         return planned
@@ -162,21 +167,21 @@ class FlashInferBackend(packages.PackageBackend):
         )
 
     def _activate(self, plan: FlashInferPlan) -> Any:
-        """FlashInfer's object with this plan in it; one for masked calls and one for the others, because an object
-        keeps the kernel that its first plan chose."""
+        """FlashInfer's object with this plan in it; masked calls have their own, because an object keeps the kernel that
+        its first plan chose."""
         import torch
 
         assert plan.arguments is not None
-        if plan.masked not in self._wrappers:
+        key = (plan.masked, plan.kernel)
+        if key not in self._wrappers:
             device = plan.arguments["qo_indptr"].device
             workspace = torch.empty(self._config.workspace_mb << 20, dtype=torch.uint8, device=device)
             kind = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-            kernel = "fa2" if plan.masked else self._config.kernel
-            self._wrappers[plan.masked] = kind(workspace, "NHD", backend=kernel)
-        wrapper = self._wrappers[plan.masked]
-        if self._active.get(plan.masked) is not plan:
+            self._wrappers[key] = kind(workspace, "NHD", backend=plan.kernel)
+        wrapper = self._wrappers[key]
+        if self._active.get(key) is not plan:
             wrapper.plan(**plan.arguments)
-            self._active[plan.masked] = plan
+            self._active[key] = plan
         return wrapper
 
 

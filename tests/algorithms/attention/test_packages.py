@@ -63,9 +63,9 @@ def built(kind: Any, place: Maker) -> Any:
     return build(kind, "auto" if place.device.type == "cuda" else "reference")
 
 
-def plan(backend: Any, arguments: dict[str, Any]) -> Any:
+def plan(backend: Any, arguments: dict[str, Any], phase: str = "verify") -> Any:
     shape = AttentionShape.of(arguments["q"], arguments["kv"])
-    return backend.plan(arguments["metadata"], shape, "verify")
+    return backend.plan(arguments["metadata"], shape, phase)
 
 
 def through(backend: Any, arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,16 +161,19 @@ def test_flashinfer_rows_anywhere_in_a_tree(standins: None, rows: int) -> None:
 
 
 def test_flashinfer_plans_interleave(standins: None) -> None:
-    """A plan that another overwrote is made again; masked and unmasked calls do not share an object."""
+    """A plan that another overwrote is made again; masked calls, others and prompts do not share an object."""
     chain, tree = inputs("chain", 3, (12,)), inputs("tree", 4, (9,))
     backend, shorter = build(FlashInferBackend), changed(chain, lengths=chain["metadata"].lengths - 2)
     first, second, third = (plan(backend, arguments) for arguments in (chain, tree, shorter))
     for arguments, planned in ((chain, first), (tree, second), (chain, first)):
         agree(backend.run_with_lse(planned, arguments["q"], arguments["kv"]), expected(arguments))
     unmasked, masked = fake_packages.FakePrefillWrapper.made
-    assert (unmasked.backend, masked.backend) == ("fa3", "fa2")
+    assert (unmasked.backend, masked.backend) == ("fa2", "fa2")
     assert (unmasked.plans, masked.plans) == (3, 1)
     assert third is not first
+    prompt = plan(backend, chain, "prefill")
+    agree(backend.run_with_lse(prompt, chain["q"], chain["kv"]), expected(chain))
+    assert fake_packages.FakePrefillWrapper.made[-1].backend == "fa3"
 
 
 @pytest.mark.parametrize("kind", KINDS)
