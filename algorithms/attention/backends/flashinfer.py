@@ -58,8 +58,8 @@ class FlashInferBackend(packages.PackageBackend):
         GROUP = "backend."
         name: str = "flashinfer"
         kernel: Annotated[str, ("auto", "fa2", "fa3")] = "auto"
-        """FlashInfer's own backend for calls without a tree. `auto`: `fa2`, which splits the keys of a request, for steps,
-        and FlashInfer's choice for prompts."""
+        """FlashInfer's own backend for calls without a tree. `auto`: FlashInfer's choice for prompts and, for steps,
+        `fa2`, which splits the keys of a request."""
         workspace_mb: Annotated[int, Between(1)] = 128
 
         @property
@@ -167,8 +167,8 @@ class FlashInferBackend(packages.PackageBackend):
         )
 
     def _activate(self, plan: FlashInferPlan) -> Any:
-        """FlashInfer's object with this plan in it; masked calls have their own, because an object keeps the kernel that
-        its first plan chose."""
+        """FlashInfer's object with this plan in it; masked calls have their own, because an object keeps the kernel
+        that its first plan chose."""
         import torch
 
         assert plan.arguments is not None
