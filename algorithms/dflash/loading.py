@@ -12,6 +12,7 @@ from algorithms.models.folder import ModelError, resolve_folder
 from algorithms.models.loading import target as loading
 from algorithms.models.loading.stored import check_layers, stored_tensors
 from algorithms.models.loading.weights import load_weights
+from algorithms.parallel.sharding import shard_drafter
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 VOCABULARY = ("d2t", "t2d")
@@ -34,6 +35,7 @@ def load_dflash(
         loading.check_vocabulary(folder, drafter.d2t, drafter.t2d)
     loading.drop_copies(drafter, target.model)
     loading.quantise_drafter(drafter, target)
+    shard_drafter(drafter)
     return drafter
 
 

@@ -5,6 +5,8 @@ which the logits of x_{p+2} follow. f_p is the target's where it has computed p,
 positions are p.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -26,15 +28,19 @@ def at_sources(feature: Tensor, sources: Tensor | None) -> Tensor:
 class FeatureHead(FusableModel):
     """Uses the target's embedding and LM head where it has none of its own. The target is no submodule."""
 
+    config: Any
     embed_tokens: nn.Embedding | None
     target_layers: tuple[int, ...] = ()
 
     def __init__(self, decoder: DecoderConfig, own_embedding: bool) -> None:
-        """`decoder` describes the head's layers."""
+        """`decoder` describes the head's layers, as `config.decoder` does."""
         super().__init__()
-        self.decoder = decoder
         self.embed_tokens = embedding(decoder.vocab_size, decoder.hidden_size) if own_embedding else None
         self._bound: tuple[Decoder, ...] = ()
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        return self.config.decoder
 
     def bind(self, target: Decoder) -> None:
         """Use the embedding and the LM head of `target`; needed before the first forward."""

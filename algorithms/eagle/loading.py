@@ -18,6 +18,7 @@ from algorithms.models.loading import speculators
 from algorithms.models.loading import target as loading
 from algorithms.models.loading.stored import Stored, check_layers, stored_tensors, without_model
 from algorithms.models.loading.weights import load_weights
+from algorithms.parallel.sharding import shard_drafter
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 VERIFIER = {"verifier_lm_head.weight", "verifier_norm.weight"}
@@ -51,6 +52,7 @@ def load_eagle(
         load_weights(drafter, folder, device, dtype, ignored={HEAD}, rename=without_model, pickles=True)
         drafter.bind(target.model)
         loading.quantise_drafter(drafter, target)
+        shard_drafter(drafter)
         return drafter
     mask_shape = stored[MASK_HIDDEN].shape if MASK_HIDDEN in stored else None
     with torch.device("meta"):
@@ -62,6 +64,7 @@ def load_eagle(
     head.bind(target.model)
     loading.drop_copies(head, target.model)
     loading.quantise_drafter(head, target)
+    shard_drafter(head)
     return head
 
 

@@ -19,6 +19,7 @@ from algorithms.models.loading.weights import load_weights
 from algorithms.mtp.config import MTPConfig
 from algorithms.mtp.formats import BY_MODEL_TYPE, LAYERS, Family, family_of
 from algorithms.mtp.model import MTPHead
+from algorithms.parallel.sharding import shard_drafter
 
 UNSUPPORTED = ("final_logit_softcapping", "draft_vocab_size", "mtp_use_dedicated_embeddings")
 COUNT_KEYS = COUNT_KEY, *_ = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -65,6 +66,7 @@ def load_mtp(
     head.bind(target.model)
     loading.drop_copies(head, target.model)
     loading.quantise_drafter(head, target)
+    shard_drafter(head)
     return head
 
 

@@ -12,12 +12,17 @@ the same order, see `collectives`; where a process group does not, two experts w
 each be computed in part.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algorithms.models.decoder import Decoder, DecoderLayer, SharedHead
-from algorithms.parallel.collectives import exchange_of, join_columns
+from algorithms.models.config import DecoderConfig
+from algorithms.models.decoder import Block, Decoder, SharedHead
+from algorithms.parallel.collectives import exchange_of, join_columns, parallel
 from algorithms.parallel.layers import part, shard_mixing, shard_mlp
 from algorithms.parallel.shares import parallel_config
 from specdec_kernels import linear, linear_argmax
@@ -50,10 +55,7 @@ class VocabParallelHead(SharedHead):
 def shard(model: Decoder, rank: int, world_size: int) -> Decoder:
     """Keep this rank's slice of `model`, in place. Needs an initialised process group before the first forward."""
     config = parallel_config(model.config, world_size)
-    for index, layer in enumerate(model.model.layers):
-        assert isinstance(layer, DecoderLayer)
-        shard_mixing(layer.mixing, config, index, rank)
-        layer.mlp = shard_mlp(layer.mlp, config, index, rank)
+    _shard_layers(model.model, config, rank)
     if config.vocab_size % world_size == 0:
         rows = part(rank, config.vocab_size // world_size)
         # The head of tied embeddings is a view of them, since every rank looks up any token.
@@ -61,3 +63,23 @@ def shard(model: Decoder, rank: int, world_size: int) -> Decoder:
         model.lm_head = VocabParallelHead(own)
     model.config = config
     return model
+
+
+@torch.no_grad()
+def shard_drafter(drafter: Any) -> None:
+    """Keep this rank's slice of a drafter's layers, in place; its other parts stay whole. A drafter that cannot be
+    shared out evenly stays whole on every rank. `drafter.config.decoder` describes the layers."""
+    if not parallel():
+        return
+    try:
+        config = parallel_config(drafter.config.decoder, dist.get_world_size())
+    except ValueError:
+        return
+    _shard_layers(drafter, config, dist.get_rank())
+    drafter.config = replace(drafter.config, decoder=config)
+
+
+def _shard_layers(model: nn.Module, config: DecoderConfig, rank: int) -> None:
+    for index, layer in enumerate(module for module in model.modules() if isinstance(module, Block)):
+        shard_mixing(layer.mixing, config, index, rank)
+        layer.mlp = shard_mlp(layer.mlp, config, index, rank)

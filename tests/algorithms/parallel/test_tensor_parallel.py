@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,20 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from algorithms.algorithm import Algorithm, DraftTree
+from algorithms.dflash.model import DFlashDrafter
 from algorithms.eagle.drafting import Eagle3
+from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import Target
 from algorithms.parallel import layers, tensor_parallel
 from algorithms.parallel.collectives import from_rank_0, join_columns, sum_in_order, sum_over_ranks
 from algorithms.parallel.layers import RowParallelLinear
-from algorithms.parallel.sharding import shard
+from algorithms.parallel.sharding import shard, shard_drafter
 from algorithms.parallel.shares import parallel_config
 from specdec_kernels import Exchange, build_chain, exchange_elements, linear_argmax
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import interpreting
 from specdec_kernels.projection.cases import argmax_inputs
-from tests.algorithms.drafters import eagle3_head, hinted
+from tests.algorithms.drafters import eagle3_head, eagle_head, hinted, mtp_head, peagle_head
 from tests.algorithms.layer_kinds import KINDS, target_of
 from tests.algorithms.toy import (
     CONFIG,
@@ -31,6 +34,7 @@ from tests.algorithms.toy import (
     answers,
     autoregressive,
     changed,
+    random_drafter,
     random_target,
     requests,
     run,
@@ -42,8 +46,9 @@ ASKED = [changed(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_n
 
 
 def eagle3_over(target: Target, texts: list[list[int]], **shape: int) -> Algorithm:
-    """A random head, whole on every rank, over the features of a shared target; its drafts are right now and then."""
+    """A random head, shared as its target is; its drafts are right now and then."""
     head = eagle3_head()
+    shard_drafter(head)
     head.bind(target.model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("algorithms.eagle.loading.load_eagle", lambda *_: head)
@@ -151,6 +156,27 @@ def _biased(rank: int, impl: str | None) -> tuple[torch.Tensor, torch.Tensor, to
     return whole(x), share(own), normed[1]
 
 
+def _outputs(drafter: Any) -> torch.Tensor:
+    """Of five rows of a drafter's layers, each attending to those before it."""
+    generator, width = torch.Generator().manual_seed(3), CONFIG.hidden_size
+    rows, mixer = torch.randn(1, 5, width, generator=generator), DenseMixer(drafter.config.decoder, 5, "cpu")
+    return drafter(rows, mixer) if isinstance(drafter, DFlashDrafter) else drafter(torch.arange(5)[None], rows, mixer)
+
+
+@torch.no_grad()
+def _drafters() -> None:
+    for head in (eagle_head, eagle3_head, peagle_head, mtp_head, random_drafter):
+        whole, share = head(), head()
+        shard_drafter(share)
+        assert share.config.decoder.num_heads == CONFIG.num_heads // WORLD
+        assert share.state_dict().keys() == whole.state_dict().keys()
+        torch.testing.assert_close(_outputs(share), _outputs(whole), atol=1e-5, rtol=1e-5)
+    odd = random_drafter()
+    odd.config = replace(odd.config, decoder=replace(odd.config.decoder, num_kv_heads=1))
+    shard_drafter(odd)
+    assert odd.config.decoder.num_heads == CONFIG.num_heads  # it stays whole
+
+
 def _collectives(rank: int, store: str, written: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     sent = [torch.arange(5) + rank, torch.full((3, 1), rank, dtype=torch.int32), torch.tensor([rank == 0, True, False])]
@@ -162,6 +188,7 @@ def _collectives(rank: int, store: str, written: str) -> None:
         alone, shared, residual = _biased(rank, impl)
         torch.testing.assert_close(shared, alone)  # each rank adds the bias to the sum, none to its part
         torch.testing.assert_close(residual, alone)
+    _drafters()
     torch.save([*saved, *_sums_of_rows(rank)], f"{written}/{rank}.pt")
     dist.destroy_process_group()
 
