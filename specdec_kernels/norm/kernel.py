@@ -37,20 +37,9 @@ def _looked_up(table_ptr, ids_ptr, row, first, size, dims, D: tl.constexpr):
     return tl.load(table_ptr + (first + tl.where(known, index, 0)) * D + dims, mask=(dims < D) & known, other=0.0)
 
 
-@triton.jit
-def _sum_of_parts(part_ptr, size, dims, D: tl.constexpr, PARTS: tl.constexpr):
-    """The sum of a row of each part, `size` numbers apart, in their order; unrolled, so that several are on their
-    way at once."""
-    total = tl.load(part_ptr + dims, mask=dims < D, other=0.0)
-    for _ in tl.static_range(1, PARTS):
-        part_ptr += size
-        total += tl.load(part_ptr + dims, mask=dims < D, other=0.0)
-    return total
-
-
-@triton.jit(do_not_specialize=["vocab", "rows"])
+@triton.jit(do_not_specialize=["vocab", "num_parts", "rows"])
 def _norm_kernel(
-    x_ptr,  # [rows, D]; the embedding table [V, D] if there are tokens; [PARTS, rows, D] float32 if there are PARTS
+    x_ptr,  # [rows, D]; the embedding table [V, D] if there are tokens; [num_parts, rows, D] float32 if PARTS
     residual_ptr,  # [rows, D] or None
     tokens_ptr,  # [rows] int64 or None
     weight_ptr,  # [D]
@@ -58,6 +47,7 @@ def _norm_kernel(
     sum_ptr,  # [rows, D], the row that was normed, or None
     eps,
     vocab,
+    num_parts,
     rows,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -71,15 +61,17 @@ def _norm_kernel(
     launch_dependents(PDL)
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + row * D + dims, mask=inside, other=0.0)
-    if PARTS > 0:
-        x = _sum_of_parts(x_ptr + row * D, rows * D, dims, D, PARTS).to(out_ptr.dtype.element_ty)
+    if PARTS:
+        total = tl.load(x_ptr + row * D + dims, mask=inside, other=0.0)
+        for part in tl.range(1, num_parts):
+            total += tl.load(x_ptr + (part * rows + row) * D + dims, mask=inside, other=0.0)
+        x = total.to(out_ptr.dtype.element_ty)
     elif tokens_ptr is None:
         x = tl.load(x_ptr + row * D + dims, mask=inside, other=0.0)
     else:
         x = _looked_up(x_ptr, tokens_ptr, row, 0, vocab, dims, D)
     if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * D + dims, mask=inside, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     if sum_ptr is not None:
         tl.store(sum_ptr + row * D + dims, x, mask=inside)
@@ -193,10 +185,10 @@ def _launch(
         _norm_kernel,
         (rows,),
         *(x, residual, tokens, weight, out, total, float(eps)),
-        *(x.shape[0] if tokens is not None else 0, rows),
+        *(x.shape[0] if tokens is not None else 0, num_parts, rows),
         num_warps=num_warps(chip, block),
         D=width,
         BLOCK_D=block,
-        PARTS=num_parts,
+        PARTS=num_parts > 0,
         **pdl_options(chip),
     )

@@ -99,7 +99,7 @@ MUTANTS = (
     ),
     _norm(
         "last_part_left_out",
-        "for _ in tl.static_range(1, PARTS{{ ->  - 1}}):",
+        "for part in tl.range(1, num_parts{{ ->  - 1}}):",
         _case("normed_splits"),
         "the norm behind a projection forgets a partial sum",
     ),
