@@ -12,8 +12,9 @@ from specdec_kernels.all_reduce.cases import exchange_inputs
 from specdec_kernels.all_reduce.reference import words_of
 from specdec_kernels.all_reduce.types import SLOTS, Exchange, exchange_elements
 from specdec_kernels.cases import Comparison, Maker, case_of
+from specdec_kernels.norm.types import GROUP
 from specdec_kernels.parity import bytes_in
-from specdec_kernels.projection.types import GROUP, ScaledWeight
+from specdec_kernels.projection.types import ScaledWeight
 
 _LARGE = ("large",)
 
