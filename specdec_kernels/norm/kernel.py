@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.norm.codes import code_arguments, multiplies_codes, write_codes
 from specdec_kernels.norm.configs import num_warps
-from specdec_kernels.norm.rounding import multiplies_codes, write_codes
 from specdec_kernels.norm.types import GROUP, Codes, Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 
@@ -196,7 +196,7 @@ def _launch(
     launch(
         _norm_kernel,
         (rows,),
-        *(x, residual, tokens, weight, out, total, *(codes or (None, None)), float(eps)),
+        *(x, residual, tokens, weight, out, total, *code_arguments(codes, chip), float(eps)),
         *(x.shape[0] if tokens is not None else 0, num_parts, rows),
         num_warps=num_warps(chip, block),
         D=width,

@@ -29,8 +29,8 @@ from specdec_kernels.activation import kernel as activation
 from specdec_kernels.all_reduce import kernel as all_reduce
 from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.norm import codes as code_memory
 from specdec_kernels.norm import kernel as norm
-from specdec_kernels.norm import rounding
 from specdec_kernels.norm.types import Codes, Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import kernel_hopper, kernel_scaled, reference
@@ -155,7 +155,7 @@ def linear(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype 
 
 def empty_codes(x: Tensor, inner: int) -> Codes | None:
     few = x.numel() <= MAX_KERNEL_ROWS * x.shape[-1]
-    return rounding.empty_codes(x, inner) if few and rounding.multiplies_codes(current_chip(x)) else None
+    return code_memory.empty_codes(x, inner) if few and code_memory.multiplies_codes(current_chip(x)) else None
 
 
 def linear_silu_mul(product: Product) -> Tensor:

@@ -28,12 +28,13 @@ from torch import Tensor
 
 from specdec_kernels.kv_write.kernel import to_e4m3
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.norm.rounding import multiplies_codes, rounded, rounded_rows
+from specdec_kernels.norm.codes import multiplies_codes, rounded
 from specdec_kernels.norm.types import GROUP
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import kernel_scaled_hopper
 from specdec_kernels.projection.configs import ROUNDED_APART_ROWS, LinearConfig
 from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
+from specdec_kernels.projection.rounding import rounded_rows
 from specdec_kernels.projection.types import Product, ScaledWeight
 
 _GROUP = tl.constexpr(GROUP)

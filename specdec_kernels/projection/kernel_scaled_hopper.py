@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from specdec_kernels.activation.kernel import gated
 from specdec_kernels.gluon_copies import request_copy
 from specdec_kernels.launch import launch
-from specdec_kernels.norm.rounding import rounded_rows
 from specdec_kernels.norm.types import GROUP
 from specdec_kernels.projection.configs import LinearConfig
 from specdec_kernels.projection.device import arrived, sum_of_splits, work_of
 from specdec_kernels.projection.kernel_hopper import STEP, TILE, WARPS, place_of_split, places, write
+from specdec_kernels.projection.rounding import rounded_rows
 from specdec_kernels.projection.types import Product, ScaledWeight
 
 _COLUMNS = 2 * TILE.value  # of a program

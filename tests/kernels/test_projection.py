@@ -13,7 +13,8 @@ from specdec_kernels.all_reduce.cases import exchange_inputs
 from specdec_kernels.all_reduce.reference import as_sent, packed
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import CHIPS, record_launches
-from specdec_kernels.norm import add_rms_norm, rounding
+from specdec_kernels.norm import add_rms_norm
+from specdec_kernels.norm import codes as code_memory
 from specdec_kernels.projection import (
     device,
     empty_codes,
@@ -25,6 +26,7 @@ from specdec_kernels.projection import (
     linear_argmax,
     linear_silu_mul,
     reference,
+    rounding,
 )
 from specdec_kernels.projection.cases import (
     WEIGHTS,
@@ -87,7 +89,7 @@ def test_codes_of_x_written_before_the_product_are_those_of_the_definition(inner
 def test_a_norm_writes_the_codes_of_its_result(rows: int, outer: int, inner: int) -> None:
     """Of one sum and of partial sums, of a last group that is not whole."""
     inputs = scaled_normed_inputs(Maker.seeded(DEVICE, DTYPE), rows, outer, inner, float8_x=True)
-    codes = rounding.empty_codes(inputs["x"], outer)
+    codes = code_memory.empty_codes(inputs["x"], outer)
     codes.scales.fill_(float("nan"))
     result = linear_add_rms_norm(**inputs, out_codes=codes, impl="triton")
     plain = linear_add_rms_norm(**inputs, impl="triton")
@@ -99,7 +101,7 @@ def test_a_norm_writes_the_codes_of_its_result(rows: int, outer: int, inner: int
 
 def test_the_definition_writes_the_same_codes() -> None:
     inputs = scaled_normed_inputs(Maker.seeded(DEVICE, DTYPE), 5, 300, 64, float8_x=True)
-    codes = rounding.empty_codes(inputs["x"], 300)
+    codes = code_memory.empty_codes(inputs["x"], 300)
     expected = rounding.rounded_rows(linear_add_rms_norm(**inputs, out_codes=codes, impl="reference").normed)
     assert torch.equal(codes.numbers.view(torch.uint8), expected.numbers.view(torch.uint8))
     assert torch.equal(codes.scales, expected.scales)
@@ -129,7 +131,7 @@ def test_a_product_reads_the_codes_that_it_is_given(function: Any, weight: str, 
 )
 def test_bad_codes_are_named(change: dict[str, Any], message: str) -> None:
     inputs = scaled_inputs(Maker.seeded("cpu"), 3, 264, 300)
-    codes = rounding.empty_codes(inputs["x"], 300)._replace(**change)
+    codes = code_memory.empty_codes(inputs["x"], 300)._replace(**change)
     with pytest.raises(ValueError, match=message):
         linear(**inputs, x_codes=codes)
 

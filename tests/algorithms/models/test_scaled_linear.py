@@ -21,8 +21,8 @@ from algorithms.models.loading.target import check_weight_dtype
 from algorithms.models.packing import packed
 from algorithms.models.scaled_linear import ScaledLinear, WeightFormat, quantised_blocks
 from algorithms.parallel.shares import check_shareable
-from specdec_kernels.norm import rounding
-from specdec_kernels.projection import kernel, reference
+from specdec_kernels.norm import codes
+from specdec_kernels.projection import kernel, reference, rounding
 from specdec_kernels.projection.reference import dequantised as of_record
 from specdec_kernels.projection.types import Product
 from tests.algorithms.layer_kinds import EXPERTS
@@ -182,7 +182,7 @@ def test_norms_write_the_codes_that_the_next_products_read(tmp_path: Path, monke
     with torch.inference_mode():
         plain = logits_of(model, tokens)
         monkeypatch.setattr(kernel, "takes", seen)
-        monkeypatch.setattr(kernel, "empty_codes", rounding.empty_codes)
+        monkeypatch.setattr(kernel, "empty_codes", codes.empty_codes)
         assert torch.equal(logits_of(model, tokens), plain)
     layers = model.config.num_layers
     assert read == [True] * (layers + layers - 1)
