@@ -55,8 +55,9 @@ class FlashInferBackend(packages.PackageBackend):
     class Config(Checked):
         GROUP = "backend."
         name: str = "flashinfer"
-        kernel: Annotated[str, ("auto", "fa2", "fa3")] = "auto"
-        """FlashInfer's own backend for calls without a tree: `auto`, `fa2` or `fa3`."""
+        kernel: Annotated[str, ("auto", "fa2", "fa3")] = "fa2"
+        """FlashInfer's own backend for calls without a tree: `fa2`, `fa3`, or what the package chooses (`auto`), on
+        Hopper `fa3`, which is slow for few rows over small pages."""
         workspace_mb: Annotated[int, Between(1)] = 128
 
         @property
