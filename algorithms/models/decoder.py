@@ -60,10 +60,11 @@ class Block(nn.Module):
     def fused(self, layer: int, start: kernels.Normed, mixer: Mixer, following: RMSNorm) -> kernels.Normed:
         """The layer between two norms: `start` is normed by its own, the result by the `following` one."""
         mixed = self.mixing(layer, start.normed, mixer)
-        normed, residual = self.post_attention_layernorm.after(
-            self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm
+        norm, real = self.post_attention_layernorm, self._real(mixer)
+        (normed, residual), chosen = self.mlp.begun(
+            norm, self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm, real
         )
-        return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, self._real(mixer))
+        return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, real, chosen)
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:

@@ -10,6 +10,8 @@ not, ranks after one with -inf.
 # mypy: ignore-errors
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,20 @@ from specdec_kernels.sampling.device import finite, sort_key, usable
 
 _TAKEN = tl.constexpr(-(1 << 31))  # below the key of -inf
 _NO_LANE = tl.constexpr((1 << 31) - 1)
+
+
+class Rules(NamedTuple):
+    """Compile-time parameters of a choice, see `types.Routing`."""
+
+    EXPERTS: Any
+    TOPK: Any
+    GROUPS: Any
+    KEPT_GROUPS: Any
+    TWO_BEST: Any
+    SIGMOID: Any
+    OF_CHOSEN: Any
+    RENORMALISE: Any
+    BLOCK_G: Any
 
 
 @triton.jit
@@ -106,11 +122,12 @@ def _weights(value, chosen, OF_CHOSEN: tl.constexpr, RENORMALISE: tl.constexpr):
 
 
 @triton.jit
-def _write_schedule(
+def write_schedule(
     order_ptr, starts_ptr, items_ptr, num_items_ptr, num_touched_ptr, chosen, rank, row, idle, capacity,
-    EXPERTS: tl.constexpr, TOPK: tl.constexpr, BLOCK_E: tl.constexpr,
+    EXPERTS: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
     """The schedule of rows so few that an expert has one item: `chosen` [T, BLOCK_E], and `idle` [T] without expert."""
+    BLOCK_E: tl.constexpr = chosen.shape[1]
     expert, took = tl.arange(0, BLOCK_E), chosen.to(tl.int32)
     counts = tl.sum(took, 0)
     start, total = tl.cumsum(counts, 0) - counts, tl.sum(counts, 0)
@@ -136,6 +153,32 @@ def _write_schedule(
         tl.store(entry, EXPERTS + 0 * rest, mask=here)
         tl.store(entry + 1, 0 * rest, mask=here)
         tl.store(entry + 2, 0 * rest, mask=here)
+
+
+@triton.jit
+def write_choice(experts_ptr, weights_ptr, logit, bias_ptr, real, row, there, scale, RULES: tl.constexpr):
+    """The experts and weights of rows of logits [T, BLOCK_E], -inf past the last expert, and (rank, chosen) of every
+    expert as `_ranks` has it."""
+    expert = tl.arange(0, logit.shape[1])
+    inside = expert < RULES.EXPERTS
+    narrow = logit.dtype
+    logit = usable(logit.to(tl.float32))
+    score, choice = _scores(logit, bias_ptr, expert, inside, RULES.SIGMOID)
+    key = tl.where(inside[None, :], sort_key(choice, 0), _TAKEN)
+    if RULES.KEPT_GROUPS < RULES.GROUPS:
+        SIZE: tl.constexpr = RULES.EXPERTS // RULES.GROUPS
+        choice = tl.where(inside[None, :], choice, float("-inf"))
+        kept = _in_best_groups(choice, expert, RULES.GROUPS, SIZE, RULES.KEPT_GROUPS, RULES.TWO_BEST, RULES.BLOCK_G)
+        key = tl.where(kept, key, _TAKEN)
+    rank = _ranks(key, expert, RULES.TOPK)
+    chosen = rank < RULES.TOPK
+    weight = _weights(logit if RULES.OF_CHOSEN else score, chosen, RULES.OF_CHOSEN, RULES.RENORMALISE)
+    weight = (weight * scale).to(narrow).to(tl.float32)
+    out = row.to(tl.int64)[:, None] * RULES.TOPK + rank
+    here = there[:, None] & chosen
+    tl.store(experts_ptr + out, tl.where(real[:, None], expert[None, :], RULES.EXPERTS), mask=here)
+    tl.store(weights_ptr + out, tl.where(real[:, None], weight, 0.0), mask=here)
+    return rank, chosen
 
 
 @triton.jit(do_not_specialize=["rows", "scale", "capacity"])
@@ -172,33 +215,36 @@ def _route_kernel(
     launch_dependents(PDL)
     at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
     logit = tl.load(logits_ptr + at, mask=there[:, None] & inside[None, :], other=float("-inf"))
-    narrow = logit.dtype
     real = there
     if is_real_ptr is not None:
         real = tl.load(is_real_ptr + row, mask=there, other=0) != 0
-    logit = usable(logit.to(tl.float32))
-    score, choice = _scores(logit, bias_ptr, expert, inside, SIGMOID)
-    key = tl.where(inside[None, :], sort_key(choice, 0), _TAKEN)
-    if KEPT_GROUPS < GROUPS:
-        choice = tl.where(inside[None, :], choice, float("-inf"))
-        kept = _in_best_groups(choice, expert, GROUPS, EXPERTS // GROUPS, KEPT_GROUPS, TWO_BEST, BLOCK_G)
-        key = tl.where(kept, key, _TAKEN)
-    rank = _ranks(key, expert, TOPK)
-    chosen = rank < TOPK
-    weight = _weights(logit if OF_CHOSEN else score, chosen, OF_CHOSEN, RENORMALISE)
-    weight = (weight * scale).to(narrow).to(tl.float32)
-    out = row.to(tl.int64)[:, None] * TOPK + rank
-    tl.store(experts_ptr + out, tl.where(real[:, None], expert[None, :], EXPERTS), mask=there[:, None] & chosen)
-    tl.store(weights_ptr + out, tl.where(real[:, None], weight, 0.0), mask=there[:, None] & chosen)
+    RULES: tl.constexpr = Rules(EXPERTS, TOPK, GROUPS, KEPT_GROUPS, TWO_BEST, SIGMOID, OF_CHOSEN, RENORMALISE, BLOCK_G)
+    rank, chosen = write_choice(experts_ptr, weights_ptr, logit, bias_ptr, real, row, there, scale, RULES)
     if order_ptr is not None:
-        _write_schedule(
+        write_schedule(
             order_ptr, starts_ptr, items_ptr, num_items_ptr, num_touched_ptr, chosen & real[:, None], rank, row,
-            there & (real == 0), capacity, EXPERTS, TOPK, BLOCK_E,
+            there & (real == 0), capacity, EXPERTS, TOPK,
         )  # fmt: skip
 
 
-def _empty(logits: Tensor, routing: Routing) -> Routed:
-    shape, device = (logits.shape[0], routing.topk), logits.device
+def rules_of(routing: Routing, experts: int) -> dict[str, Any]:
+    """The fields of `Rules`, by name."""
+    return dict(
+        EXPERTS=experts,
+        TOPK=routing.topk,
+        GROUPS=routing.groups,
+        KEPT_GROUPS=routing.topk_groups,
+        TWO_BEST=routing.group_score == "two_best",
+        SIGMOID=routing.scoring == "sigmoid",
+        OF_CHOSEN=routing.scoring == "softmax_of_chosen",
+        RENORMALISE=routing.renormalise,
+        BLOCK_G=lanes(routing.groups),
+    )
+
+
+def empty_routed(rows: Tensor, routing: Routing) -> Routed:
+    """Of `rows` [T, ...], not written yet."""
+    shape, device = (rows.shape[0], routing.topk), rows.device
     return Routed(*(torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32)))
 
 
@@ -220,17 +266,9 @@ def _launch(
         *(logits, correction_bias, is_real, *out, *((None,) * 5 if schedule is None else schedule[:-1])),
         *(rows, capacity, float(routing.scale)),
         num_warps=max(1, min(8, block_rows * experts // 128)),
-        EXPERTS=experts,
-        TOPK=routing.topk,
-        GROUPS=routing.groups,
-        KEPT_GROUPS=routing.topk_groups,
-        TWO_BEST=routing.group_score == "two_best",
-        SIGMOID=routing.scoring == "sigmoid",
-        OF_CHOSEN=routing.scoring == "softmax_of_chosen",
-        RENORMALISE=routing.renormalise,
+        **rules_of(routing, experts),
         BLOCK_T=block_rows,
         BLOCK_E=lanes(experts),
-        BLOCK_G=lanes(routing.groups),
         **pdl_options(chip),
     )
 
@@ -240,7 +278,7 @@ def route_experts(
 ) -> Routed:
     if logits.dtype == torch.float64:
         return reference.route_experts(logits, routing, correction_bias, is_real)
-    out, block_rows = _empty(logits, routing), min(ROUTE[current_chip(logits)].rows, lanes(logits.shape[0]))
+    out, block_rows = empty_routed(logits, routing), min(ROUTE[current_chip(logits)].rows, lanes(logits.shape[0]))
     _launch(logits, routing, correction_bias, is_real, out, None, block_rows)
     return out
 
@@ -254,7 +292,7 @@ def route_and_schedule(
     if rows > FEW_ROWS:
         routed = route_experts(logits, routing, correction_bias, is_real)
         return routed, schedule_experts(routed.experts, experts, row_tile_of(routed.experts, experts))
-    routed = _empty(logits, routing)
+    routed = empty_routed(logits, routing)
     schedule = empty_schedule(routed.experts, experts, row_tile_of(routed.experts, experts))
     _launch(logits, routing, correction_bias, is_real, routed, schedule, 1 if rows == 1 else lanes(rows))
     return routed, schedule
