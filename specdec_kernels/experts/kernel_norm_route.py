@@ -39,6 +39,7 @@ from specdec_kernels.projection.types import Product
 
 _MOST_STEPS = 8
 _WARPGROUP = 4  # warps that the products of sm90 need
+_CHIPS = ("sm90", "interpreter")
 
 
 @triton.jit
@@ -56,9 +57,9 @@ def _stream_at(parts_ptr, residual_ptr, at, here, size, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _held(weight):
+def _held(weight, PDL: tl.constexpr):
     """The weight in registers: without this the compiler moves it to shared memory where it was requested."""
-    if weight.dtype.primitive_bitwidth == 16:
+    if PDL:
         weight = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weight], weight.dtype, is_pure=False, pack=2)
     return weight
 
@@ -159,7 +160,7 @@ def _norm_route_kernel(
         for row in tl.static_range(BLOCK_T):
             one = normed_by(own[row * STEPS + step], inverse[row], router_norm[step])
             normed = tl.where((lane == row)[None, :], one[:, None], normed)
-        acc = tl.dot(_held(router[step]), normed, acc, input_precision="ieee")
+        acc = tl.dot(_held(router[step], PDL), normed, acc, input_precision="ieee")
     at = part_ptr + (split * rows + lane)[None, :] * EXPERTS + column[:, None]
     tl.store(at, acc, mask=(column < EXPERTS)[:, None] & (lane < rows)[None, :])
     if arrived(ticket_ptr, programs):
@@ -186,7 +187,7 @@ def _norm_route_kernel(
 def _config(product: Product, router: Router) -> LinearConfig | None:
     """Of the router's product, if the kernel takes all that belongs to it."""
     chip, rows = current_chip(product.x), product.rows
-    if not 0 < rows <= FEW_ROWS or not takes(product):
+    if chip not in _CHIPS or not 0 < rows <= FEW_ROWS or not takes(product):
         return None
     experts, hidden = router.weight.shape
     config = linear_config(chip, experts, hidden, rows, product.x.element_size())
