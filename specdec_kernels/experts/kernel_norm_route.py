@@ -1,10 +1,10 @@
-"""The end of a projection, its norm, the router's product, the routing and the schedule in one launch, of few rows.
+"""The end of a projection, its norm and the router's product, then the routing, which adds the router's splits.
 
-    stream = residual + sum of parts;   logits = router norm(stream);   experts, weights and schedule of the logits
+    stream = residual + sum of parts;   logits = router norm(stream)
 
-A program takes a tile of experts and a split of the router's inner dimension, as `projection.kernel` does, and loads
-its weights before it waits for its predecessor. Every program norms all rows for itself. The program that arrives last
-adds the splits in their order and chooses. All sums are those of the separate kernels, bit for bit.
+Of few rows norm and product are one launch: a program takes a tile of experts and a split of the router's inner
+dimension, as `projection.kernel` does, loads its weights before it waits for its predecessor, and norms all rows for
+itself. All sums are those of the separate kernels, bit for bit.
 """
 
 # mypy: ignore-errors
@@ -16,28 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.experts import reference
-from specdec_kernels.experts.configs import FEW_ROWS, row_tile_of
-from specdec_kernels.experts.kernel_route import (
-    Rules,
-    empty_routed,
-    route_and_schedule,
-    rules_of,
-    write_choice,
-    write_schedule,
-)
-from specdec_kernels.experts.kernel_schedule import empty_schedule
+from specdec_kernels.experts.configs import FEW_ROWS
+from specdec_kernels.experts.kernel_route import Logits, routed_and_scheduled
 from specdec_kernels.experts.types import ExpertSchedule, Routed, Router
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.norm.configs import num_warps
 from specdec_kernels.norm.kernel import inverse_rms, normed_by
 from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
-from specdec_kernels.projection.configs import LinearConfig, linear_config
-from specdec_kernels.projection.device import arrived, tickets
-from specdec_kernels.projection.kernel import config_of, linear, linear_add_rms_norm, parts_of, takes
+from specdec_kernels.projection.configs import LinearConfig
+from specdec_kernels.projection.kernel import config_of, launch_linear, linear, linear_add_rms_norm, takes
 from specdec_kernels.projection.types import Product
 
 _MOST_STEPS = 8
+TRY_HELD, TRY_PARTS = True, True
 _WARPGROUP = 4  # warps that the products of sm90 need
 _CHIPS = ("sm90", "interpreter")
 
@@ -57,62 +49,25 @@ def _stream_at(parts_ptr, residual_ptr, at, here, size, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _held(weight, PDL: tl.constexpr):
+def _held(weight, HELD: tl.constexpr):
     """The weight in registers: without this the compiler moves it to shared memory where it was requested."""
-    if PDL:
+    if HELD:
         weight = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weight], weight.dtype, is_pure=False, pack=2)
     return weight
 
 
-@triton.jit
-def _logits(part_ptr, bias_ptr, row, expert, here, rows, SPLITS: tl.constexpr, EXPERTS: tl.constexpr):
-    """[T, BLOCK_E] float32: the partial sums in their order and the bias, -inf past the last expert. Read past the
-    first-level cache, which does not see what other processors write."""
-    at = part_ptr + row[:, None] * EXPERTS + expert[None, :]
-    parts = ()
-    for split in tl.static_range(SPLITS):
-        parts += (tl.load(at + split * rows * EXPERTS, mask=here, other=float("-inf"), cache_modifier=".cg"),)
-    total = parts[0]
-    for split in tl.static_range(1, SPLITS):
-        total += parts[split]
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)[None, :]
-    return total
-
-
-@triton.jit(do_not_specialize=["rows", "scale", "capacity"])
-def _norm_route_kernel(
+@triton.jit(do_not_specialize=["rows"])
+def _norm_router_kernel(
     parts_ptr,  # [PARTS, rows, H] float32
     residual_ptr,  # [rows, H]
     norm_weight_ptr,  # [H]
     router_ptr,  # [EXPERTS, H]
-    router_bias_ptr,  # [EXPERTS] or None
-    bias_ptr,  # as of `kernel_route`, like the ones below without a comment
-    is_real_ptr,
     normed_ptr,  # [rows, H]
     stream_ptr,  # [rows, H]
-    part_ptr,  # [splits, rows, EXPERTS] float32
-    ticket_ptr,  # [1] int32 zero, left as zero
-    experts_ptr,
-    weights_ptr,
-    order_ptr,
-    starts_ptr,
-    items_ptr,
-    num_items_ptr,
-    num_touched_ptr,
+    logits_ptr,  # [SPLITS, rows, EXPERTS] float32
     eps,
     rows,
-    capacity,
-    scale,
     EXPERTS: tl.constexpr,
-    TOPK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT_GROUPS: tl.constexpr,
-    TWO_BEST: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    OF_CHOSEN: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     H: tl.constexpr,
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -121,9 +76,8 @@ def _norm_route_kernel(
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    WIDE: tl.constexpr,  # logits are float32
+    HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -160,41 +114,20 @@ def _norm_route_kernel(
         for row in tl.static_range(BLOCK_T):
             one = normed_by(own[row * STEPS + step], inverse[row], router_norm[step])
             normed = tl.where((lane == row)[None, :], one[:, None], normed)
-        acc = tl.dot(_held(router[step], PDL), normed, acc, input_precision="ieee")
-    at = part_ptr + (split * rows + lane)[None, :] * EXPERTS + column[:, None]
+        acc = tl.dot(_held(router[step], HELD), normed, acc, input_precision="ieee")
+    at = logits_ptr + (split * rows + lane)[None, :] * EXPERTS + column[:, None]
     tl.store(at, acc, mask=(column < EXPERTS)[:, None] & (lane < rows)[None, :])
-    if arrived(ticket_ptr, programs):
-        tl.store(ticket_ptr, 0)
-        token, expert = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
-        there = token < rows
-        known = there[:, None] & (expert < EXPERTS)[None, :]
-        logit = _logits(part_ptr, router_bias_ptr, token, expert, known, rows, SPLITS, EXPERTS)
-        if not WIDE:
-            logit = logit.to(residual_ptr.dtype.element_ty)
-        real = there
-        if is_real_ptr is not None:
-            real = tl.load(is_real_ptr + token, mask=there, other=0) != 0
-        RULES: tl.constexpr = Rules(
-            EXPERTS, TOPK, GROUPS, KEPT_GROUPS, TWO_BEST, SIGMOID, OF_CHOSEN, RENORMALISE, BLOCK_G
-        )
-        rank, chosen = write_choice(experts_ptr, weights_ptr, logit, bias_ptr, real, token, there, scale, RULES)
-        write_schedule(
-            order_ptr, starts_ptr, items_ptr, num_items_ptr, num_touched_ptr, chosen & real[:, None], rank, token,
-            there & (real == 0), capacity, EXPERTS, TOPK,
-        )  # fmt: skip
 
 
-def _config(product: Product, router: Router) -> LinearConfig | None:
-    """Of the router's product, if the kernel takes all that belongs to it."""
+def _fuses(product: Product, router: Product, config: LinearConfig) -> bool:
+    """Whether the norm of `product` and the router's product with this config are one launch."""
     chip, rows = current_chip(product.x), product.rows
     if chip not in _CHIPS or not 0 < rows <= FEW_ROWS or not takes(product):
-        return None
-    experts, hidden = router.weight.shape
-    config = linear_config(chip, experts, hidden, rows, product.x.element_size())
-    steps = -(-config.split_length(hidden) // config.block_k)
+        return False
+    hidden = router.plain.shape[1]
     # With fewer warps than a warp group sums have other bits.
     fits = num_warps(chip, lanes(hidden)) >= _WARPGROUP and product.x.element_size() == 2
-    return config if steps <= _MOST_STEPS and (fits or chip == "interpreter") else None
+    return -(-config.split_length(hidden) // config.block_k) <= _MOST_STEPS and (fits or chip == "interpreter")
 
 
 def linear_add_rms_norm_route(
@@ -202,30 +135,39 @@ def linear_add_rms_norm_route(
 ) -> tuple[Normed, Routed, ExpertSchedule]:
     if product.x.dtype == torch.float64:
         return reference.linear_add_rms_norm_route(product, end, router)
-    config = _config(product, router)
-    if config is None:
-        normed = linear_add_rms_norm(product, end)
-        logits = linear(Product(normed.normed, router.weight, product.batch_invariant), router.bias, router.out_dtype)
-        return normed, *route_and_schedule(logits, router.routing, router.correction_bias, router.is_real)
-    return _fused(parts_of(product, config_of(product)), end, router, config)
+    normed, logits = _normed_and_logits(product, end, router)
+    return normed, *routed_and_scheduled(logits, router.routing, router.correction_bias, router.is_real)
 
 
-def _fused(
-    parts: Tensor, end: NormInputs, router: Router, config: LinearConfig
-) -> tuple[Normed, Routed, ExpertSchedule]:
-    (rows, hidden), (experts, _), chip = end.residual.shape, router.weight.shape, current_chip(parts)
+def _normed_and_logits(product: Product, end: NormInputs, router: Router) -> tuple[Normed, Logits]:
+    (experts, _), rows = router.weight.shape, product.rows
+    second = Product(end.residual, router.weight, product.batch_invariant)
+    config = config_of(second)
+    sums = product.x.new_empty(config.splits, rows, experts, dtype=torch.float32)
+    logits = Logits(sums, router.bias, router.out_dtype or product.x.dtype)
+    if _fuses(product, second, config):
+        ending = config_of(product)
+        parts = torch.empty((ending.splits, *end.residual.shape), dtype=torch.float32, device=product.x.device)
+        launch_linear(product, None, parts, False, ending)
+        return _norm_and_router(parts, end, router.weight, sums, config), logits
+    normed = linear_add_rms_norm(product, end)
+    second = second._replace(x=normed.normed)
+    if not TRY_PARTS or not takes(second) or config.splits == 1 or config.in_order:
+        return normed, Logits(linear(second, router.bias, router.out_dtype))
+    launch_linear(second, None, sums, False, config)
+    return normed, logits
+
+
+def _norm_and_router(parts: Tensor, end: NormInputs, weight: Tensor, sums: Tensor, config: LinearConfig) -> Normed:
+    """The norm of the sum of `parts`; the router's partial sums are written to `sums`."""
+    (rows, hidden), experts, chip = end.residual.shape, weight.shape[0], current_chip(parts)
     out = Normed(torch.empty_like(end.residual), torch.empty_like(end.residual))
-    routed = empty_routed(end.residual, router.routing)
-    schedule = empty_schedule(routed.experts, experts, row_tile_of(routed.experts, experts))
-    sums = parts.new_empty(config.splits, rows, experts)
     launch(
-        _norm_route_kernel,
+        _norm_router_kernel,
         (triton.cdiv(experts, config.columns), config.splits),
-        *(parts, end.residual, end.weight, router.weight, router.bias, router.correction_bias, router.is_real),
-        *(*out, sums, tickets(parts.device, 1), *routed, *schedule[:-1]),
-        *(float(end.eps), rows, schedule.items.shape[0], float(router.routing.scale)),
+        *(parts, end.residual, end.weight, weight, out.normed, out.residual, sums, float(end.eps), rows),
         num_warps=num_warps(chip, lanes(hidden)),
-        **rules_of(router.routing, experts),
+        EXPERTS=experts,
         H=hidden,
         PARTS=parts.shape[0],
         SPLITS=config.splits,
@@ -234,9 +176,8 @@ def _fused(
         BLOCK_K=config.block_k,
         ROWS=config.rows,
         BLOCK_T=1 if rows == 1 else lanes(rows),
-        BLOCK_E=lanes(experts),
         BLOCK_H=lanes(hidden),
-        WIDE=router.out_dtype == torch.float32,
+        HELD=TRY_HELD and chip == "sm90",
         **pdl_options(chip),
     )
-    return out, routed, schedule
+    return out

@@ -10,7 +10,7 @@ not, ranks after one with -inf.
 # mypy: ignore-errors
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,20 +27,7 @@ from specdec_kernels.sampling.device import finite, sort_key, usable
 
 _TAKEN = tl.constexpr(-(1 << 31))  # below the key of -inf
 _NO_LANE = tl.constexpr((1 << 31) - 1)
-
-
-class Rules(NamedTuple):
-    """Compile-time parameters of a choice, see `types.Routing`."""
-
-    EXPERTS: Any
-    TOPK: Any
-    GROUPS: Any
-    KEPT_GROUPS: Any
-    TWO_BEST: Any
-    SIGMOID: Any
-    OF_CHOSEN: Any
-    RENORMALISE: Any
-    BLOCK_G: Any
+_NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
@@ -122,12 +109,11 @@ def _weights(value, chosen, OF_CHOSEN: tl.constexpr, RENORMALISE: tl.constexpr):
 
 
 @triton.jit
-def write_schedule(
+def _write_schedule(
     order_ptr, starts_ptr, items_ptr, num_items_ptr, num_touched_ptr, chosen, rank, row, idle, capacity,
-    EXPERTS: tl.constexpr, TOPK: tl.constexpr,
+    EXPERTS: tl.constexpr, TOPK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """The schedule of rows so few that an expert has one item: `chosen` [T, BLOCK_E], and `idle` [T] without expert."""
-    BLOCK_E: tl.constexpr = chosen.shape[1]
     expert, took = tl.arange(0, BLOCK_E), chosen.to(tl.int32)
     counts = tl.sum(took, 0)
     start, total = tl.cumsum(counts, 0) - counts, tl.sum(counts, 0)
@@ -156,34 +142,31 @@ def write_schedule(
 
 
 @triton.jit
-def write_choice(experts_ptr, weights_ptr, logit, bias_ptr, real, row, there, scale, RULES: tl.constexpr):
-    """The experts and weights of rows of logits [T, BLOCK_E], -inf past the last expert, and (rank, chosen) of every
-    expert as `_ranks` has it."""
-    expert = tl.arange(0, logit.shape[1])
-    inside = expert < RULES.EXPERTS
-    narrow = logit.dtype
-    logit = usable(logit.to(tl.float32))
-    score, choice = _scores(logit, bias_ptr, expert, inside, RULES.SIGMOID)
-    key = tl.where(inside[None, :], sort_key(choice, 0), _TAKEN)
-    if RULES.KEPT_GROUPS < RULES.GROUPS:
-        SIZE: tl.constexpr = RULES.EXPERTS // RULES.GROUPS
-        choice = tl.where(inside[None, :], choice, float("-inf"))
-        kept = _in_best_groups(choice, expert, RULES.GROUPS, SIZE, RULES.KEPT_GROUPS, RULES.TWO_BEST, RULES.BLOCK_G)
-        key = tl.where(kept, key, _TAKEN)
-    rank = _ranks(key, expert, RULES.TOPK)
-    chosen = rank < RULES.TOPK
-    weight = _weights(logit if RULES.OF_CHOSEN else score, chosen, RULES.OF_CHOSEN, RULES.RENORMALISE)
-    weight = (weight * scale).to(narrow).to(tl.float32)
-    out = row.to(tl.int64)[:, None] * RULES.TOPK + rank
-    here = there[:, None] & chosen
-    tl.store(experts_ptr + out, tl.where(real[:, None], expert[None, :], RULES.EXPERTS), mask=here)
-    tl.store(weights_ptr + out, tl.where(real[:, None], weight, 0.0), mask=here)
-    return rank, chosen
+def _logits(logits_ptr, router_bias_ptr, at, here, expert, size, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
+            NARROW: tl.constexpr):  # fmt: skip
+    """[T, BLOCK_E]: the logits, or the sum of PARTS parts `size` apart and the bias, rounded to NARROW."""
+    if PARTS == 0:
+        total = tl.load(logits_ptr + at, mask=here, other=float("-inf"))
+    else:
+        parts = ()
+        for part in tl.static_range(PARTS):
+            parts += (tl.load(logits_ptr + part * size + at, mask=here, other=float("-inf")),)
+        total = parts[0]
+        for part in tl.static_range(1, PARTS):
+            total += parts[part]
+        if router_bias_ptr is not None:
+            total += tl.load(router_bias_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)[None, :]
+        if NARROW == "bf16":
+            total = total.to(tl.bfloat16)
+        elif NARROW == "fp16":
+            total = total.to(tl.float16)
+    return total
 
 
 @triton.jit(do_not_specialize=["rows", "scale", "capacity"])
 def _route_kernel(
-    logits_ptr,  # [rows, EXPERTS]
+    logits_ptr,  # [rows, EXPERTS], or [PARTS, rows, EXPERTS] float32
+    router_bias_ptr,  # [EXPERTS] or None: added to the sum of the parts
     bias_ptr,  # [EXPERTS] float32, or None
     is_real_ptr,  # [rows] bool, or None
     experts_ptr,  # [rows, TOPK] int32
@@ -207,6 +190,8 @@ def _route_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    PARTS: tl.constexpr,
+    NARROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row, expert = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
@@ -214,42 +199,48 @@ def _route_kernel(
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
     at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
-    logit = tl.load(logits_ptr + at, mask=there[:, None] & inside[None, :], other=float("-inf"))
+    here = there[:, None] & inside[None, :]
+    logit = _logits(logits_ptr, router_bias_ptr, at, here, expert, rows * EXPERTS, EXPERTS, PARTS, NARROW)
+    narrow = logit.dtype
     real = there
     if is_real_ptr is not None:
         real = tl.load(is_real_ptr + row, mask=there, other=0) != 0
-    RULES: tl.constexpr = Rules(EXPERTS, TOPK, GROUPS, KEPT_GROUPS, TWO_BEST, SIGMOID, OF_CHOSEN, RENORMALISE, BLOCK_G)
-    rank, chosen = write_choice(experts_ptr, weights_ptr, logit, bias_ptr, real, row, there, scale, RULES)
+    logit = usable(logit.to(tl.float32))
+    score, choice = _scores(logit, bias_ptr, expert, inside, SIGMOID)
+    key = tl.where(inside[None, :], sort_key(choice, 0), _TAKEN)
+    if KEPT_GROUPS < GROUPS:
+        choice = tl.where(inside[None, :], choice, float("-inf"))
+        kept = _in_best_groups(choice, expert, GROUPS, EXPERTS // GROUPS, KEPT_GROUPS, TWO_BEST, BLOCK_G)
+        key = tl.where(kept, key, _TAKEN)
+    rank = _ranks(key, expert, TOPK)
+    chosen = rank < TOPK
+    weight = _weights(logit if OF_CHOSEN else score, chosen, OF_CHOSEN, RENORMALISE)
+    weight = (weight * scale).to(narrow).to(tl.float32)
+    out = row.to(tl.int64)[:, None] * TOPK + rank
+    tl.store(experts_ptr + out, tl.where(real[:, None], expert[None, :], EXPERTS), mask=there[:, None] & chosen)
+    tl.store(weights_ptr + out, tl.where(real[:, None], weight, 0.0), mask=there[:, None] & chosen)
     if order_ptr is not None:
-        write_schedule(
+        _write_schedule(
             order_ptr, starts_ptr, items_ptr, num_items_ptr, num_touched_ptr, chosen & real[:, None], rank, row,
-            there & (real == 0), capacity, EXPERTS, TOPK,
+            there & (real == 0), capacity, EXPERTS, TOPK, BLOCK_E,
         )  # fmt: skip
 
 
-def rules_of(routing: Routing, experts: int) -> dict[str, Any]:
-    """The fields of `Rules`, by name."""
-    return dict(
-        EXPERTS=experts,
-        TOPK=routing.topk,
-        GROUPS=routing.groups,
-        KEPT_GROUPS=routing.topk_groups,
-        TWO_BEST=routing.group_score == "two_best",
-        SIGMOID=routing.scoring == "sigmoid",
-        OF_CHOSEN=routing.scoring == "softmax_of_chosen",
-        RENORMALISE=routing.renormalise,
-        BLOCK_G=lanes(routing.groups),
-    )
+class Logits(NamedTuple):
+    """values: [rows, E]; or partial sums [P, rows, E] float32 of logits that have the `dtype`, without the bias [E]."""
+
+    values: Tensor
+    bias: Tensor | None = None
+    dtype: torch.dtype | None = None
 
 
-def empty_routed(rows: Tensor, routing: Routing) -> Routed:
-    """Of `rows` [T, ...], not written yet."""
-    shape, device = (rows.shape[0], routing.topk), rows.device
+def _empty(logits: Tensor, routing: Routing) -> Routed:
+    shape, device = (logits.shape[-2], routing.topk), logits.device
     return Routed(*(torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32)))
 
 
 def _launch(
-    logits: Tensor,
+    logits: Logits,
     routing: Routing,
     correction_bias: Tensor | None,
     is_real: Tensor | None,
@@ -258,17 +249,29 @@ def _launch(
     block_rows: int,
 ) -> None:
     """Programs of `block_rows` rows; one, which has all rows, where it writes a schedule."""
-    (rows, experts), chip = logits.shape, current_chip(logits)
+    *parts, rows, experts = logits.values.shape
+    chip = current_chip(logits.values)
     capacity = 0 if schedule is None else schedule.items.shape[0]
     launch(
         _route_kernel,
         (triton.cdiv(rows, block_rows) if schedule is None else 1,),
-        *(logits, correction_bias, is_real, *out, *((None,) * 5 if schedule is None else schedule[:-1])),
+        *(logits.values, logits.bias, correction_bias, is_real, *out),
+        *((None,) * 5 if schedule is None else schedule[:-1]),
         *(rows, capacity, float(routing.scale)),
         num_warps=max(1, min(8, block_rows * experts // 128)),
-        **rules_of(routing, experts),
+        EXPERTS=experts,
+        TOPK=routing.topk,
+        GROUPS=routing.groups,
+        KEPT_GROUPS=routing.topk_groups,
+        TWO_BEST=routing.group_score == "two_best",
+        SIGMOID=routing.scoring == "sigmoid",
+        OF_CHOSEN=routing.scoring == "softmax_of_chosen",
+        RENORMALISE=routing.renormalise,
         BLOCK_T=block_rows,
         BLOCK_E=lanes(experts),
+        BLOCK_G=lanes(routing.groups),
+        PARTS=sum(parts),
+        NARROW=_NARROW.get(logits.dtype, ""),
         **pdl_options(chip),
     )
 
@@ -278,7 +281,12 @@ def route_experts(
 ) -> Routed:
     if logits.dtype == torch.float64:
         return reference.route_experts(logits, routing, correction_bias, is_real)
-    out, block_rows = empty_routed(logits, routing), min(ROUTE[current_chip(logits)].rows, lanes(logits.shape[0]))
+    return _routed(Logits(logits), routing, correction_bias, is_real)
+
+
+def _routed(logits: Logits, routing: Routing, correction_bias: Tensor | None, is_real: Tensor | None) -> Routed:
+    values = logits.values
+    out, block_rows = _empty(values, routing), min(ROUTE[current_chip(values)].rows, lanes(values.shape[-2]))
     _launch(logits, routing, correction_bias, is_real, out, None, block_rows)
     return out
 
@@ -288,11 +296,18 @@ def route_and_schedule(
 ) -> tuple[Routed, ExpertSchedule]:
     if logits.dtype == torch.float64:
         return reference.route_and_schedule(logits, routing, correction_bias, is_real)
-    rows, experts = logits.shape
+    return routed_and_scheduled(Logits(logits), routing, correction_bias, is_real)
+
+
+def routed_and_scheduled(
+    logits: Logits, routing: Routing, correction_bias: Tensor | None, is_real: Tensor | None
+) -> tuple[Routed, ExpertSchedule]:
+    """`route_and_schedule`, which adds the parts of the logits where there are any."""
+    *_, rows, experts = logits.values.shape
     if rows > FEW_ROWS:
-        routed = route_experts(logits, routing, correction_bias, is_real)
+        routed = _routed(logits, routing, correction_bias, is_real)
         return routed, schedule_experts(routed.experts, experts, row_tile_of(routed.experts, experts))
-    routed = empty_routed(logits, routing)
+    routed = _empty(logits.values, routing)
     schedule = empty_schedule(routed.experts, experts, row_tile_of(routed.experts, experts))
     _launch(logits, routing, correction_bias, is_real, routed, schedule, 1 if rows == 1 else lanes(rows))
     return routed, schedule

@@ -177,7 +177,7 @@ def linear_add_rms_norm(product: Product, end: NormInputs) -> Normed:
     elif config.in_order:
         return norm.add_rms_norm(linear(product), end)
     else:
-        parts = parts_of(product, config)
+        parts = _parts(product, config)
     return norm.add_rms_norm_of_parts(parts, end)
 
 
@@ -185,13 +185,13 @@ def linear_all_reduce_add_rms_norm(product: Product, exchange: Exchange, slot: i
     if product.x.dtype == torch.float64:
         return reference.linear_all_reduce_add_rms_norm(product, exchange, slot, end)
     if takes(product):
-        parts = parts_of(product, config_of(product))
+        parts = _parts(product, config_of(product))
     else:
         parts = reference.linear(product).float()[None]
     return all_reduce.all_reduce_add_rms_norm(parts, exchange, slot, end)
 
 
-def parts_of(product: Product, config: LinearConfig) -> Tensor:
+def _parts(product: Product, config: LinearConfig) -> Tensor:
     """[splits, ..., N] float32: the partial sums, or one sum where a program adds all splits."""
     splits = 1 if config.in_order else config.splits
     parts = torch.empty((splits, *product.shape), dtype=torch.float32, device=product.x.device)
@@ -205,7 +205,7 @@ def _library_takes(product: Product, config: LinearConfig) -> bool:
     def by_kernel(sample: Tensor) -> Tensor:
         alike, split = product._replace(x=sample), replace(config, in_order=False)
         if config.splits > 1:
-            return parts_of(alike, split)
+            return _parts(alike, split)
         out = sample.new_empty(product.shape)
         launch_linear(alike, None, out, False, split)
         return out

@@ -13,7 +13,7 @@ _mxfp4 = bugs_in("specdec_kernels/experts/kernel_mxfp4.py")
 MUTANTS = (
     _route(
         "experts_weigh_with_the_bias",
-        "logit if RULES.OF_CHOSEN else {{score -> choice}}",
+        "logit if OF_CHOSEN else {{score -> choice}}",
         parity("experts", "route_sigmoid"),
         "the correction bias enters the weights",
     ),
@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     _route(
         "experts_of_padding_rows",
-        "tl.where({{real -> there}}[:, None], expert[None, :], RULES.EXPERTS)",
+        "tl.where({{real -> there}}[:, None], expert[None, :], EXPERTS)",
         parity("experts", "route_masked"),
         "rows that are not real read the weights of experts",
     ),
@@ -41,7 +41,7 @@ MUTANTS = (
         parity("experts", "both_masked"),
         "assignments without expert are written to one place of the schedule",
     ),
-    _start(
+    _route(
         "experts_logits_of_the_first_split",
         "total += parts[{{split -> 0}}]",
         parity("experts", "begun_one_row"),

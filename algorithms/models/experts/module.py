@@ -259,7 +259,8 @@ class Experts(MLP):
             batch_invariant=self.batch_invariant,
             impl=self._impl_of(x),
         )
-        return kernels.Normed(*(part.view_as(residual) for part in normed)), (routed, self.schedule)
+        begun = kernels.Normed(normed.normed.view_as(residual), normed.residual.view_as(residual))
+        return begun, (routed, self.schedule)
 
     def ended(
         self,
