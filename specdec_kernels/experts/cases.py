@@ -276,7 +276,7 @@ CASES = (
     _begun("begun_masked", "the norm of a row that is not real", 4, 32, 96, 16, 4, masked=True, wide=True),
     _begun("begun_v3", "tiles of experts, scores of groups", 4, 32, 1100, 544, 6,
            corrected=True, wide=True, **{name: value for name, value in _V3.items() if name != "bias"}),
-    _begun("begun_apart", "rows past those of one launch", 5, 48, 160, 16, 4, masked=True),
+    _begun("begun_apart", "rows past those of one launch", 5, 48, 1600, 16, 4, masked=True),
     *(
         _begun(f"begun_{rows}_shipped", "registers", rows, 4096, 2048, 128, 8, renormalise=True, masked=True, gate=True,
                tags=_LARGE)
