@@ -60,11 +60,10 @@ class Block(nn.Module):
     def fused(self, layer: int, start: kernels.Normed, mixer: Mixer, following: RMSNorm) -> kernels.Normed:
         """The layer between two norms: `start` is normed by its own, the result by the `following` one."""
         mixed = self.mixing(layer, start.normed, mixer)
-        norm, real = self.post_attention_layernorm, self._real(mixer)
-        begun, chosen = self.mlp.begun(
-            norm, self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm, real
+        normed, residual = self.post_attention_layernorm.after(
+            self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm
         )
-        return self.mlp.ended(begun.normed, begun.residual, following, self.post_mlp_layernorm, real, chosen)
+        return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, self._real(mixer))
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:

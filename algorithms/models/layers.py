@@ -64,27 +64,8 @@ class MLP(Fusable):
         """`x [..., T, hidden]` to the same shape. `real` as in `real_rows`: other rows come out as anything finite."""
         raise NotImplementedError
 
-    def begun(
-        self,
-        norm: RMSNorm,
-        projection: nn.Module,
-        x: Tensor,
-        residual: Tensor,
-        closing: RMSNorm | None,
-        real: Tensor | None,
-    ) -> tuple[kernels.Normed, Any]:
-        """`norm.after` of the arguments: the start of the MLP in the fused forward, and what `ended` takes of it as
-        `chosen`."""
-        return norm.after(projection, x, residual, closing), None
-
     def ended(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        following: RMSNorm,
-        closing: RMSNorm | None,
-        real: Tensor | None,
-        chosen: Any = None,
+        self, x: Tensor, residual: Tensor, following: RMSNorm, closing: RMSNorm | None, real: Tensor | None
     ) -> kernels.Normed:
         """`following` of residual + `closing` of the output, and that sum: the end of a layer in the fused forward."""
         out = self(x, real)
@@ -200,13 +181,7 @@ class SwiGLU(MLP):
         return project(self.down_proj, self.inner(x), self.impl, self.batch_invariant)
 
     def ended(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        following: RMSNorm,
-        closing: RMSNorm | None,
-        real: Tensor | None,
-        chosen: Any = None,
+        self, x: Tensor, residual: Tensor, following: RMSNorm, closing: RMSNorm | None, real: Tensor | None
     ) -> kernels.Normed:
         return following.after(self.down_proj, self.inner(x), residual, closing)
 

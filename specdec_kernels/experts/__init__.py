@@ -3,7 +3,6 @@
 from specdec_kernels.experts.api import (
     expert_mlp,
     expert_mlp_add_rms_norm,
-    linear_add_rms_norm_route,
     route_and_schedule,
     route_experts,
     schedule_experts,
@@ -17,7 +16,6 @@ from specdec_kernels.experts.types import (
     ExpertWeights,
     Mxfp4,
     Routed,
-    Router,
     Routing,
 )
 
@@ -29,11 +27,9 @@ __all__ = [
     "ExpertWeights",
     "Mxfp4",
     "Routed",
-    "Router",
     "Routing",
     "expert_mlp",
     "expert_mlp_add_rms_norm",
-    "linear_add_rms_norm_route",
     "route_and_schedule",
     "route_experts",
     "row_tile_of",

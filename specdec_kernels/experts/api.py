@@ -30,7 +30,6 @@ from specdec_kernels.experts.types import (
     Matrices,
     Mxfp4,
     Routed,
-    Router,
     Routing,
     max_items,
 )
@@ -38,7 +37,7 @@ from specdec_kernels.launch import dispatch
 from specdec_kernels.norm.configs import MAX_WIDTH
 from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
 from specdec_kernels.projection.api import expect_groups
-from specdec_kernels.projection.types import Product, ScaledWeight
+from specdec_kernels.projection.types import ScaledWeight
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SWIGLU = Activation()
@@ -86,34 +85,6 @@ def route_and_schedule(
     _check_logits(logits, routing, correction_bias, is_real)
     function = dispatch("route_and_schedule", __package__, impl, logits, "kernel_route")
     return function(logits, routing, correction_bias, is_real)
-
-
-def linear_add_rms_norm_route(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    router: Router,
-    *,
-    batch_invariant: bool = False,
-    impl: str = "auto",
-) -> tuple[Normed, Routed, ExpertSchedule]:
-    """`linear_add_rms_norm` of x [T, C] and a weight [H, C], and `route_and_schedule` of the router's logits of the
-    normed rows, which `linear` computes; of few rows in two launches, with the same bits."""
-    expect_tensors(x=(x, (None, None), _DTYPES))
-    rows, (hidden, _) = x.shape[0], weight.shape
-    expect_tensors(
-        {"x": x},
-        weight=(weight, (None, x.shape[1]), x.dtype),
-        residual=(residual, (rows, hidden), x.dtype),
-        norm_weight=(norm_weight, (hidden,), weight_dtype(x, norm_weight)),
-        router=(router.weight, (None, hidden), x.dtype),
-    )
-    expect_between("the width of a row", hidden, 1, MAX_WIDTH)
-    _check_router(x, router)
-    function = dispatch("linear_add_rms_norm_route", __package__, impl, x, "kernel_norm_route")
-    return function(Product(x, weight, batch_invariant), NormInputs(residual, norm_weight, eps), router)
 
 
 def schedule_experts(experts: Tensor, num_experts: int, row_tile: int, *, impl: str = "auto") -> ExpertSchedule:
@@ -215,19 +186,6 @@ def _check_logits(logits: Tensor, routing: Routing, correction_bias: Tensor | No
         {"logits": logits},
         correction_bias=(correction_bias, (experts,), wide),
         is_real=(is_real, (rows,), torch.bool),
-    )
-
-
-def _check_router(x: Tensor, router: Router) -> None:
-    experts = router.weight.shape[0]
-    _check_routing(router.routing, experts, router.correction_bias is not None)
-    if router.out_dtype not in (None, x.dtype, torch.float32):
-        raise ValueError(f"router.out_dtype: expected {x.dtype} or torch.float32, got {router.out_dtype}")
-    expect_tensors(
-        {"x": x},
-        bias=(router.bias, (experts,), x.dtype),
-        correction_bias=(router.correction_bias, (experts,), torch.promote_types(x.dtype, torch.float32)),
-        is_real=(router.is_real, (x.shape[0],), torch.bool),
     )
 
 

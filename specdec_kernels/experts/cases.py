@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec_kernels.cases import Comparison, Maker, WorkModel, case_of
 from specdec_kernels.experts import reference
 from specdec_kernels.experts.configs import row_tile_of
-from specdec_kernels.experts.types import Activation, ExpertWeights, Matrices, Mxfp4, Routed, Router, Routing
+from specdec_kernels.experts.types import Activation, ExpertWeights, Matrices, Mxfp4, Routed, Routing
 from specdec_kernels.parity import bytes_in
 from specdec_kernels.projection.cases import scaled_weight
 from specdec_kernels.projection.types import GROUP, ScaledWeight
@@ -147,52 +147,6 @@ def normed_inputs(make: Maker, *sizes: Any, **options: Any) -> dict[str, Any]:
     return inputs | dict(residual=make.normal(rows, hidden), norm_weight=make.normal(hidden), eps=1e-6)
 
 
-def _told_apart(make: Maker, rows: int, experts: int) -> Tensor:
-    """Logits of both signs, [rows, experts] in random order, that are farther apart than roundings move them."""
-    sizes = 8 * 1.06 ** -(torch.arange(experts) // 2).float()
-    values = torch.where(torch.arange(experts) % 2 == 0, sizes, -sizes)
-    return values[torch.rand(rows, experts, generator=make.generator).argsort(1)]
-
-
-def begun_inputs(
-    make: Maker,
-    rows: int,
-    inner: int,
-    hidden: int,
-    experts: int,
-    topk: int,
-    scoring: str = "softmax",
-    *,
-    bias: bool = False,
-    corrected: bool = False,
-    masked: bool = False,
-    wide: bool = False,
-    **routing: Any,
-) -> dict[str, Any]:
-    """Every row has large numbers in columns of its own, where the router reads their signs. So the experts of a row
-    are the same whatever the roundings. wide: logits in float32."""
-    owner = torch.arange(hidden) * max(rows, 1) // hidden
-    signs = torch.randint(0, 2, (hidden,), generator=make.generator) * 2.0 - 1
-    own = (torch.arange(rows)[:, None] == owner) * signs  # [rows, hidden]
-    wanted = _told_apart(make, rows, experts) / max(rows, 1) ** 0.5
-    router = Router(
-        (wanted.T @ (own / own.abs().sum(1, keepdim=True))).to(make.device, make.dtype),
-        Routing(topk, scoring, **routing),
-        make.normal(experts, scale=0.01) if bias else None,
-        make.integers(-2, 3, experts).float() / 4 if corrected else None,
-        torch.arange(rows, device=make.device) % 3 != 1 if masked else None,
-        torch.float32 if wide else None,
-    )
-    return dict(
-        x=make.normal(rows, inner),
-        weight=make.normal(hidden, inner, scale=0.05 * inner**-0.5),
-        residual=(4 * own).to(make.device, make.dtype),
-        norm_weight=make.normal(hidden).abs() + 0.5,
-        eps=1e-6,
-        router=router,
-    )
-
-
 def _mlp_work(inputs: dict[str, Any]) -> tuple[int, int]:
     """(bytes moved, floating-point operations): the weights of the experts that have a row, read once."""
     x, weights = inputs["x"], inputs["weights"]
@@ -217,7 +171,6 @@ _schedule = partial(case_of, "schedule_experts", schedule_inputs)
 _mlp = partial(case_of, "expert_mlp", mlp_inputs)
 _both = partial(case_of, "route_and_schedule", route_inputs)
 _normed = partial(case_of, "expert_mlp_add_rms_norm", normed_inputs)
-_begun = partial(case_of, "linear_add_rms_norm_route", begun_inputs)
 _V3: dict[str, Any] = dict(
     scoring="sigmoid", bias=True, renormalise=True, scale=2.5, groups=8, topk_groups=4, group_score="two_best"
 )
@@ -270,21 +223,6 @@ CASES = (
         _both(f"both_{rows}x128", "decode of few requests", rows, 128, 8, renormalise=True, bench=True, tags=_LARGE)
         for rows in (1, 16)
     ),
-    _begun("begun_no_rows", "launch on an empty grid", 0, 16, 32, 8, 2),
-    _begun("begun_one_row", "a split of the router left out", 1, 64, 1600, 24, 4, renormalise=True),
-    _begun("begun_odd", "columns, experts and rows past the last", 3, 50, 777, 45, 3, bias=True),
-    _begun("begun_masked", "the norm of a row that is not real", 4, 32, 96, 16, 4, masked=True, wide=True),
-    _begun("begun_v3", "tiles of experts, scores of groups", 4, 32, 1100, 544, 6,
-           corrected=True, wide=True, **{name: value for name, value in _V3.items() if name != "bias"}),
-    _begun("begun_apart", "rows past those of one launch", 5, 48, 1600, 16, 4, masked=True),
-    *(
-        _begun(f"begun_{rows}_shipped", "registers", rows, 4096, 2048, 128, 8, renormalise=True, masked=True, gate=True,
-               tags=_LARGE)
-        for rows in (1, 4)
-    ),
-    _begun("begun_gpt_oss_shipped", "registers of steps that are odd", 2, 4096, 2880, 32, 4, "softmax_of_chosen",
-           bias=True, gate=True, tags=_LARGE),
-    _begun("begun_1x128", "decode of one request", 1, 4096, 2048, 128, 8, renormalise=True, bench=True, tags=_LARGE),
     _schedule("schedule_no_rows", "items of an empty batch", 0, 8, 2),
     _schedule("schedule_sixteen", "a block that a compiler does not take", 8, 8, 2),
     _schedule("schedule_random", "rows of an expert out of order", 37, 12, 3),

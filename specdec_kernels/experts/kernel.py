@@ -33,7 +33,6 @@ from specdec_kernels.projection.kernel_scaled import Scaling, numbers_of, scaled
 from specdec_kernels.projection.types import ScaledWeight
 
 _SCALING = ("GROUP_ROWS", "BY_ROW", "HALVES", "NVIDIA", "FLOAT8_X", "CODES")  # zeros for weights that are not scaled
-TRY_EARLY = False
 _NO_ROW = tl.constexpr(1 << 30)  # rows from here on count as zeros
 
 
@@ -155,7 +154,6 @@ def _combine_kernel(
     EXPERTS: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -169,11 +167,8 @@ def _combine_kernel(
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * H + column, mask=inside, other=0.0)
         norm_weight = tl.load(norm_weight_ptr + column, mask=inside, other=0.0)
-    if EARLY:
-        launch_dependents(PDL)
     wait_for_predecessor(PDL)
-    if not EARLY:
-        launch_dependents(PDL)
+    launch_dependents(PDL)
     # All requested before the first is added, those without expert too: a condition would make each wait for another.
     parts = ()
     for slot in tl.static_range(TOPK):
@@ -213,7 +208,6 @@ def expert_mlp(
         EXPERTS=schedule.num_experts,
         TOPK=routed.experts.shape[1],
         BLOCK=block,
-        EARLY=TRY_EARLY,
         **pdl_options(chip),
     )
     return out
@@ -242,7 +236,6 @@ def expert_mlp_add_rms_norm(
         EXPERTS=schedule.num_experts,
         TOPK=routed.experts.shape[1],
         BLOCK=block,
-        EARLY=TRY_EARLY,
         **pdl_options(chip),
     )
     return out

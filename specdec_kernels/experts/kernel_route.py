@@ -10,8 +10,6 @@ not, ranks after one with -inf.
 # mypy: ignore-errors
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +25,6 @@ from specdec_kernels.sampling.device import finite, sort_key, usable
 
 _TAKEN = tl.constexpr(-(1 << 31))  # below the key of -inf
 _NO_LANE = tl.constexpr((1 << 31) - 1)
-_NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
@@ -141,32 +138,9 @@ def _write_schedule(
         tl.store(entry + 2, 0 * rest, mask=here)
 
 
-@triton.jit
-def _logits(logits_ptr, router_bias_ptr, at, here, expert, size, EXPERTS: tl.constexpr, PARTS: tl.constexpr,
-            NARROW: tl.constexpr):  # fmt: skip
-    """[T, BLOCK_E]: the logits, or the sum of PARTS parts `size` apart and the bias, rounded to NARROW."""
-    if PARTS == 0:
-        total = tl.load(logits_ptr + at, mask=here, other=float("-inf"))
-    else:
-        parts = ()
-        for part in tl.static_range(PARTS):
-            parts += (tl.load(logits_ptr + part * size + at, mask=here, other=float("-inf")),)
-        total = parts[0]
-        for part in tl.static_range(1, PARTS):
-            total += parts[part]
-        if router_bias_ptr is not None:
-            total += tl.load(router_bias_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)[None, :]
-        if NARROW == "bf16":
-            total = total.to(tl.bfloat16)
-        elif NARROW == "fp16":
-            total = total.to(tl.float16)
-    return total
-
-
 @triton.jit(do_not_specialize=["rows", "scale", "capacity"])
 def _route_kernel(
-    logits_ptr,  # [rows, EXPERTS], or [PARTS, rows, EXPERTS] float32
-    router_bias_ptr,  # [EXPERTS] or None: added to the sum of the parts
+    logits_ptr,  # [rows, EXPERTS]
     bias_ptr,  # [EXPERTS] float32, or None
     is_real_ptr,  # [rows] bool, or None
     experts_ptr,  # [rows, TOPK] int32
@@ -190,8 +164,6 @@ def _route_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    PARTS: tl.constexpr,
-    NARROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row, expert = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
@@ -199,8 +171,7 @@ def _route_kernel(
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
     at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
-    here = there[:, None] & inside[None, :]
-    logit = _logits(logits_ptr, router_bias_ptr, at, here, expert, rows * EXPERTS, EXPERTS, PARTS, NARROW)
+    logit = tl.load(logits_ptr + at, mask=there[:, None] & inside[None, :], other=float("-inf"))
     narrow = logit.dtype
     real = there
     if is_real_ptr is not None:
@@ -226,21 +197,13 @@ def _route_kernel(
         )  # fmt: skip
 
 
-class Logits(NamedTuple):
-    """values: [rows, E]; or partial sums [P, rows, E] float32 of logits that have the `dtype`, without the bias [E]."""
-
-    values: Tensor
-    bias: Tensor | None = None
-    dtype: torch.dtype | None = None
-
-
 def _empty(logits: Tensor, routing: Routing) -> Routed:
-    shape, device = (logits.shape[-2], routing.topk), logits.device
+    shape, device = (logits.shape[0], routing.topk), logits.device
     return Routed(*(torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32)))
 
 
 def _launch(
-    logits: Logits,
+    logits: Tensor,
     routing: Routing,
     correction_bias: Tensor | None,
     is_real: Tensor | None,
@@ -249,14 +212,12 @@ def _launch(
     block_rows: int,
 ) -> None:
     """Programs of `block_rows` rows; one, which has all rows, where it writes a schedule."""
-    *parts, rows, experts = logits.values.shape
-    chip = current_chip(logits.values)
+    (rows, experts), chip = logits.shape, current_chip(logits)
     capacity = 0 if schedule is None else schedule.items.shape[0]
     launch(
         _route_kernel,
         (triton.cdiv(rows, block_rows) if schedule is None else 1,),
-        *(logits.values, logits.bias, correction_bias, is_real, *out),
-        *((None,) * 5 if schedule is None else schedule[:-1]),
+        *(logits, correction_bias, is_real, *out, *((None,) * 5 if schedule is None else schedule[:-1])),
         *(rows, capacity, float(routing.scale)),
         num_warps=max(1, min(8, block_rows * experts // 128)),
         EXPERTS=experts,
@@ -270,8 +231,6 @@ def _launch(
         BLOCK_T=block_rows,
         BLOCK_E=lanes(experts),
         BLOCK_G=lanes(routing.groups),
-        PARTS=sum(parts),
-        NARROW=_NARROW.get(logits.dtype, ""),
         **pdl_options(chip),
     )
 
@@ -281,12 +240,7 @@ def route_experts(
 ) -> Routed:
     if logits.dtype == torch.float64:
         return reference.route_experts(logits, routing, correction_bias, is_real)
-    return _routed(Logits(logits), routing, correction_bias, is_real)
-
-
-def _routed(logits: Logits, routing: Routing, correction_bias: Tensor | None, is_real: Tensor | None) -> Routed:
-    values = logits.values
-    out, block_rows = _empty(values, routing), min(ROUTE[current_chip(values)].rows, lanes(values.shape[-2]))
+    out, block_rows = _empty(logits, routing), min(ROUTE[current_chip(logits)].rows, lanes(logits.shape[0]))
     _launch(logits, routing, correction_bias, is_real, out, None, block_rows)
     return out
 
@@ -296,18 +250,11 @@ def route_and_schedule(
 ) -> tuple[Routed, ExpertSchedule]:
     if logits.dtype == torch.float64:
         return reference.route_and_schedule(logits, routing, correction_bias, is_real)
-    return routed_and_scheduled(Logits(logits), routing, correction_bias, is_real)
-
-
-def routed_and_scheduled(
-    logits: Logits, routing: Routing, correction_bias: Tensor | None, is_real: Tensor | None
-) -> tuple[Routed, ExpertSchedule]:
-    """`route_and_schedule`, which adds the parts of the logits where there are any."""
-    *_, rows, experts = logits.values.shape
+    rows, experts = logits.shape
     if rows > FEW_ROWS:
-        routed = _routed(logits, routing, correction_bias, is_real)
+        routed = route_experts(logits, routing, correction_bias, is_real)
         return routed, schedule_experts(routed.experts, experts, row_tile_of(routed.experts, experts))
-    routed = _empty(logits.values, routing)
+    routed = _empty(logits, routing)
     schedule = empty_schedule(routed.experts, experts, row_tile_of(routed.experts, experts))
     _launch(logits, routing, correction_bias, is_real, routed, schedule, 1 if rows == 1 else lanes(rows))
     return routed, schedule

@@ -15,7 +15,6 @@ from specdec_kernels.experts.types import (
     Matrices,
     Mxfp4,
     Routed,
-    Router,
     Routing,
     max_items,
 )
@@ -93,14 +92,6 @@ def route_and_schedule(
 ) -> tuple[Routed, ExpertSchedule]:
     routed, experts = route_experts(logits, routing, correction_bias, is_real), logits.shape[1]
     return routed, schedule_experts(routed.experts, experts, row_tile_of(routed.experts, experts))
-
-
-def linear_add_rms_norm_route(
-    product: Product, end: NormInputs, router: Router
-) -> tuple[Normed, Routed, ExpertSchedule]:
-    normed = add_rms_norm(linear(product), end)
-    logits = linear(Product(normed.normed, router.weight), router.bias, router.out_dtype)
-    return normed, *route_and_schedule(logits, router.routing, router.correction_bias, router.is_real)
 
 
 def expert_mlp(

@@ -34,21 +34,6 @@ class Routing(NamedTuple):
     group_score: str = "max"
 
 
-class Router(NamedTuple):
-    """What chooses the experts of a row x: routing of the logits x weight^T + bias.
-
-    weight: [E, H]. bias: [E], dtype of the weight. correction_bias, is_real: as of `route_experts`.
-    out_dtype: of the logits, that of the weight or float32.
-    """
-
-    weight: Tensor
-    routing: Routing
-    bias: Tensor | None = None
-    correction_bias: Tensor | None = None
-    is_real: Tensor | None = None
-    out_dtype: torch.dtype | None = None
-
-
 class Routed(NamedTuple):
     """experts [T, K] int32 in falling order of choice, E where a row has none; weights [T, K] float32, 0 there."""
 

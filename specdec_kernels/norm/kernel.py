@@ -19,25 +19,14 @@ from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predece
 
 
 @triton.jit
-def inverse_rms(x, eps, D: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of a row x [BLOCK_D] of D elements, zeros after them."""
+def normed_row(x, weight, eps, D: tl.constexpr):
+    """The norm of a row x [BLOCK_D] of D elements, zeros after them, with the roundings of the definition."""
     wide = x.to(tl.float32)
-    return 1.0 / tl.sqrt_rn(tl.sum(wide * wide, 0) / D + eps)
-
-
-@triton.jit
-def normed_by(x, inverse, weight):
-    """x * inverse * weight, with the roundings of the definition."""
-    scaled = x.to(tl.float32) * inverse
+    mean = tl.sum(wide * wide, 0) / D
+    scaled = wide * (1.0 / tl.sqrt_rn(mean + eps))
     if weight.dtype == x.dtype:
         scaled = scaled.to(x.dtype).to(tl.float32)
     return (weight.to(tl.float32) * scaled).to(x.dtype)
-
-
-@triton.jit
-def normed_row(x, weight, eps, D: tl.constexpr):
-    """The norm of a row, see `inverse_rms`."""
-    return normed_by(x, inverse_rms(x, eps, D), weight)
 
 
 @triton.jit

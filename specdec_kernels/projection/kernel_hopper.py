@@ -26,7 +26,6 @@ from specdec_kernels.projection.types import Product
 STEP = gl.constexpr(128)  # inner elements
 TILE = gl.constexpr(64)  # the M side of a product
 WARPS = gl.constexpr(4)
-TRY_EARLY = False
 _OF_X = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [WARPS.value, 1], [1, 0]))
 """Of a step of numbers of two bytes: sixteen bytes a thread."""
 
@@ -139,7 +138,6 @@ def _linear_hopper_kernel(
     split_length,
     ROWS: gl.constexpr,
     BUFFERS: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     tile = gl.program_id(1)
     split = gl.program_id(2)
@@ -156,13 +154,10 @@ def _linear_hopper_kernel(
     for step in gl.static_range(BUFFERS - 1):
         _ask_weight(of, ring, step, step)
         async_copy.commit_group()
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
     _fetch_x(of, ring, ROWS, BUFFERS - 1)
     acc = _sum(of, ring, ROWS, BUFFERS)
-    if not EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_launch_dependents()
     if ticket_ptr is None:
         write(out_ptr + split.to(gl.int64) * rows * OUTER, bias_ptr, acc, tile * TILE, OUTER, rows)
     else:
@@ -195,6 +190,5 @@ def launch_hopper(product: Product, bias: Tensor | None, out: Tensor, config: Li
         num_warps=WARPS.value,
         ROWS=config.rows,
         BUFFERS=config.ring,
-        EARLY=TRY_EARLY and out.ndim != product.x.ndim,
         launch_pdl=True,
     )

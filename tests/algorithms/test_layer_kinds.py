@@ -156,22 +156,19 @@ def test_a_slot_is_used_again(kind: str) -> None:
     assert [c.token_ids for c in together] == alone
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("kind", ["experts", "experts and latent"])
-def test_padding_runs_through_no_expert(monkeypatch: pytest.MonkeyPatch, kind: str, fused: bool) -> None:
+def test_padding_runs_through_no_expert(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Rows of a step or a prefill that are no tokens have the sentinel expert; all others have all of theirs."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    name = "linear_add_rms_norm_route" if fused else "route_and_schedule"
-    route = getattr(kernels, name)
+    route = kernels.route_and_schedule
 
-    def noted(*given: Any, **how: Any) -> Any:
-        *rest, routed, schedule = route(*given, **how)
-        real = given[-1].is_real if fused else given[-1]
-        seen.append((real.clone(), (routed.experts < schedule.num_experts).clone()))
-        return *rest, routed, schedule
+    def noted(logits: torch.Tensor, routing: Any, bias: Any, real: torch.Tensor, **how: Any) -> Any:
+        routed, schedule = route(logits, routing, bias, real, **how)
+        seen.append((real.clone(), (routed.experts < logits.shape[1]).clone()))
+        return routed, schedule
 
-    monkeypatch.setattr(kernels, name, noted)
-    setup = Setup(impl="reference", fused=fused, graph="step", prefill_tile=4, max_batch=3)
+    monkeypatch.setattr(kernels, "route_and_schedule", noted)
+    setup = Setup(graph="step", prefill_tile=4, max_batch=3)
     run(autoregressive(TARGETS[kind]), requests(4, max_new_tokens=6), setup, TARGETS[kind])
     assert all(torch.equal(chosen, real[:, None].expand_as(chosen)) for real, chosen in seen)
     assert {bool(real.all()) for real, _ in seen} == {False, True}

@@ -17,20 +17,17 @@ from specdec_kernels.cases import Maker
 from specdec_kernels.experts import (
     ExpertWeights,
     Mxfp4,
-    Router,
     Routing,
     configs,
     expert_mlp,
     expert_mlp_add_rms_norm,
-    linear_add_rms_norm_route,
     route_and_schedule,
     route_experts,
     row_tile_of,
     schedule_experts,
 )
-from specdec_kernels.experts.cases import begun_inputs, mlp_inputs, schedule_inputs
+from specdec_kernels.experts.cases import mlp_inputs, schedule_inputs
 from specdec_kernels.norm import add_rms_norm
-from specdec_kernels.projection import linear, linear_add_rms_norm
 from tests.exact_products import add_products_in_order
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,26 +76,6 @@ def test_one_launch_is_both(rows: int) -> None:
         assert torch.equal(found, expected)
     expected = schedule_experts(routed.experts, 45, schedule.row_tile, impl="triton")
     assert all(torch.equal(found, other) for found, other in zip(schedule[:-1], expected[:-1], strict=True))
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
-def test_a_fused_start_has_the_bits_of_separate_launches(rows: int) -> None:
-    """Norm, router, routing and schedule, on a GPU in a size that one launch takes."""
-    inner, hidden = (512, 2048) if torch.cuda.is_available() else (40, 1100)
-    make = Maker.seeded(DEVICE, DTYPE)
-    inputs = begun_inputs(make, rows, inner, hidden, 96, TOPK, bias=True, masked=True)
-    inputs |= dict(weight=make.normal(hidden, inner, scale=inner**-0.5), residual=make.normal(rows, hidden))
-    router: Router = inputs["router"]._replace(weight=make.normal(96, hidden, scale=hidden**-0.5))
-    normed, *chosen = linear_add_rms_norm_route(**inputs | dict(router=router), impl="triton")
-    end = inputs["residual"], inputs["norm_weight"], inputs["eps"]
-    apart = linear_add_rms_norm(inputs["x"], inputs["weight"], *end, impl="triton")
-    logits = linear(apart.normed, router.weight, router.bias, impl="triton")
-    expected = route_and_schedule(logits, router.routing, is_real=router.is_real, impl="triton")
-    pairs = [(normed[:2], apart[:2]), (chosen[0], expected[0]), (chosen[1][:-1], expected[1][:-1])]
-    for left, right in pairs:
-        assert all(torch.equal(found, other) for found, other in zip(left, right, strict=True))
-    with pytest.raises(ValueError, match=rf"router: expected shape \[\*, {hidden}\]"):
-        linear_add_rms_norm_route(**inputs | dict(router=router._replace(weight=router.weight[:, 1:].contiguous())))
 
 
 def test_a_fused_norm_has_the_bits_of_two_launches() -> None:

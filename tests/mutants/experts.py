@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import bugs_in, parity
 
 _route = bugs_in("specdec_kernels/experts/kernel_route.py")
-_start = bugs_in("specdec_kernels/experts/kernel_norm_route.py")
 _schedule = bugs_in("specdec_kernels/experts/kernel_schedule.py")
 _product = bugs_in("specdec_kernels/experts/kernel.py")
 _mxfp4 = bugs_in("specdec_kernels/experts/kernel_mxfp4.py")
@@ -40,24 +39,6 @@ MUTANTS = (
         "last = total + {{idle_before[:, None] * TOPK + -> 0 * row[:, None] +}} rank",
         parity("experts", "both_masked"),
         "assignments without expert are written to one place of the schedule",
-    ),
-    _route(
-        "experts_logits_of_the_first_split",
-        "total += parts[{{split -> 0}}]",
-        parity("experts", "begun_one_row"),
-        "one part of the router's inner dimension counts several times",
-    ),
-    _start(
-        "experts_router_reads_one_row",
-        "normed = tl.where((lane == {{row -> 0}})[None, :], one[:, None], normed)",
-        parity("experts", "begun_odd"),
-        "all rows but the first choose experts of zeros",
-    ),
-    _start(
-        "experts_router_without_residual",
-        "{{(total.to(residual.dtype).to(tl.float32) + residual.to(tl.float32)) -> total}}.to(residual.dtype)",
-        parity("experts", "begun_masked"),
-        "the projection alone is normed",
     ),
     _schedule(
         "experts_order_restarts",

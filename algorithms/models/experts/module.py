@@ -40,10 +40,6 @@ class Router(Fusable):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
-    def described(self, routing: kernels.Routing, real: Tensor | None) -> kernels.Router:
-        dtype = torch.float32 if self.wide else self.weight.dtype
-        return kernels.Router(self.weight, routing, self.bias, self.e_score_correction_bias, real, dtype)
-
     def forward(self, x: Tensor) -> Tensor:
         """`x [T, hidden]` to [T, E]."""
         dtype = torch.float32 if self.wide else x.dtype
@@ -236,47 +232,14 @@ class Experts(MLP):
         arguments = (rows, *self._chosen(rows, real), experts.weights, self.activation, self._shared(rows))
         return kernels.expert_mlp(*arguments, impl=self._impl_of(x)).view_as(x)
 
-    def begun(
-        self,
-        norm: RMSNorm,
-        projection: nn.Module,
-        x: Tensor,
-        residual: Tensor,
-        closing: RMSNorm | None,
-        real: Tensor | None,
-    ) -> tuple[kernels.Normed, Any]:
-        """Also the choice of experts, where the projection is a plain one."""
-        if closing is not None or type(projection) is not nn.Linear or projection.bias is not None:
-            return super().begun(norm, projection, x, residual, closing, real)
-        rows = residual.reshape(-1, residual.shape[-1])
-        normed, routed, self.schedule = kernels.linear_add_rms_norm_route(
-            x.reshape(len(rows), -1).contiguous(),
-            projection.weight,
-            rows,
-            norm.weight,
-            norm.eps,
-            self.gate.described(self.routing, real),
-            batch_invariant=self.batch_invariant,
-            impl=self._impl_of(x),
-        )
-        begun = kernels.Normed(normed.normed.view_as(residual), normed.residual.view_as(residual))
-        return begun, (routed, self.schedule)
-
     def ended(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        following: RMSNorm,
-        closing: RMSNorm | None,
-        real: Tensor | None,
-        chosen: Any = None,
+        self, x: Tensor, residual: Tensor, following: RMSNorm, closing: RMSNorm | None, real: Tensor | None
     ) -> kernels.Normed:
         if closing is not None:
             return super().ended(x, residual, following, closing, real)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         end = (residual.reshape(rows.shape), following.weight, following.eps)
-        chosen = chosen or self._chosen(rows, real)
-        arguments = (rows, *chosen, self.experts.weights, *end, self.activation, self._shared(rows))
+        arguments = (rows, *self._chosen(rows, real), self.experts.weights, *end, self.activation, self._shared(rows))
         found = kernels.expert_mlp_add_rms_norm(*arguments, impl=self._impl_of(x))
         return kernels.Normed(*(part.view_as(x) for part in found))
 
