@@ -48,11 +48,15 @@ def expect_between(
 
 def expect_shape(name: str, tensor: torch.Tensor, shape: Sequence[int | None]) -> None:
     """Raise ValueError unless `tensor` has `shape`; None stands for any size in that place."""
-    actual = tuple(tensor.shape)
-    fits = len(actual) == len(shape) and all(w is None or w == a for w, a in zip(shape, actual, strict=True))
-    if not fits:
-        wanted = ", ".join("*" if w is None else str(w) for w in shape)
-        raise ValueError(f"{name}: expected shape [{wanted}], got {list(actual)}")
+    actual = tensor.shape
+    if len(actual) == len(shape):
+        for wanted, size in zip(shape, actual, strict=True):
+            if wanted is not None and wanted != size:
+                break
+        else:
+            return
+    listed = ", ".join("*" if w is None else str(w) for w in shape)
+    raise ValueError(f"{name}: expected shape [{listed}], got {list(actual)}")
 
 
 def expect_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
@@ -63,17 +67,22 @@ def expect_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
 
 def expect_same_device(**tensors: torch.Tensor | None) -> None:
     """Raise ValueError unless all given tensors (None is skipped) are on one device."""
-    devices = {name: t.device for name, t in tensors.items() if t is not None}
-    if len(set(devices.values())) > 1:
-        listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
+    given = [(name, tensor.device) for name, tensor in tensors.items() if tensor is not None]
+    if any(device != given[0][1] for _, device in given):
+        listing = ", ".join(f"{name} on {device}" for name, device in given)
         raise ValueError(f"expected all tensors on one device, got {listing}")
 
 
 def expect_contiguous(**tensors: torch.Tensor | None) -> None:
     """Raise ValueError unless all given tensors (None is skipped) are contiguous."""
     for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+        if tensor is not None:
+            _expect_whole(name, tensor)
+
+
+def _expect_whole(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
 
 
 def expect_tensors(others: Mapping[str, torch.Tensor | None] | None = None, /, **expected: Expected) -> None:
@@ -82,7 +91,7 @@ def expect_tensors(others: Mapping[str, torch.Tensor | None] | None = None, /, *
     for name, (tensor, shape, dtype) in expected.items():
         if tensor is not None:
             _expect_form(name, tensor, shape, dtype)
-            expect_contiguous(**{name: tensor})
+            _expect_whole(name, tensor)
     expect_same_device(**(others or {}), **{name: tensor for name, (tensor, _, _) in expected.items()})
 
 
@@ -112,32 +121,40 @@ def expect_fields(
     name that means the same in all fields and in `sizes`, or `N/64`, rounded up. The tensors are contiguous, or strided
     as in `expect_strided` where named, and on one device with `others`.
     """
-    tensors = {name: getattr(call, name) for name in _forms(type(call)) if getattr(call, name) is not None}
+    forms = _forms(type(call))
+    tensors = {name: tensor for name in forms if (tensor := getattr(call, name)) is not None}
     for name, tensor in tensors.items():
-        places, dtypes = _forms(type(call))[name]
+        places, dtypes = forms[name]
         if len(places) == tensor.ndim:
-            for place, actual in zip(places, tensor.shape, strict=True):
-                if place.isidentifier():
+            for (place, divisor), actual in zip(places, tensor.shape, strict=True):
+                if isinstance(place, str) and divisor == 1:
                     sizes.setdefault(place, int(actual))
-        expect_shape(name, tensor, [_size(place, sizes) for place in places])
+        expect_shape(name, tensor, [_size(place, divisor, sizes) for place, divisor in places])
         if str(tensor.dtype) not in dtypes:
             raise ValueError(f"{name}: expected dtype {' or '.join(dtypes)}, got {tensor.dtype}")
         if name in strided:
             expect_strided(**{name: (tensor, tensor.shape, tensor.dtype)})
         else:
-            expect_contiguous(**{name: tensor})
+            _expect_whole(name, tensor)
     expect_same_device(**{**tensors, **(others or {})})
 
 
-def _size(place: str, sizes: Mapping[str, int]) -> int | None:
-    name, _, divisor = place.partition("/")
-    size = int(name) if name.isdigit() else sizes.get(name)
-    return -(-size // int(divisor)) if divisor and size is not None else size
+def _size(place: str | int | None, divisor: int, sizes: Mapping[str, int]) -> int | None:
+    size = sizes.get(place) if isinstance(place, str) else place
+    return size if divisor == 1 or size is None else -(-size // divisor)
 
 
 @cache
-def _forms(kind: type) -> dict[str, tuple[list[str], list[str]]]:
-    """Sizes and dtypes of each annotated field."""
+def _forms(kind: type) -> dict[str, tuple[list[tuple[str | int | None, int]], list[str]]]:
+    """Sizes and dtypes of each annotated field. A size is a number, a name or None, and what divides it."""
     hints = get_type_hints(kind, include_extras=True).items()
     forms = {name: get_args(hint)[1].split() for name, hint in hints if hasattr(hint, "__metadata__")}
-    return {name: (form[:-1], [f"torch.{dtype}" for dtype in form[-1].split("|")]) for name, form in forms.items()}
+    return {
+        name: ([_place(text) for text in form[:-1]], [f"torch.{dtype}" for dtype in form[-1].split("|")])
+        for name, form in forms.items()
+    }
+
+
+def _place(text: str) -> tuple[str | int | None, int]:
+    name, _, divisor = text.partition("/")
+    return (int(name) if name.isdigit() else name if name.isidentifier() else None), int(divisor or 1)

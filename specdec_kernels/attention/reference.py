@@ -32,30 +32,40 @@ def paged_attention_with_lse(call: AttentionCall) -> tuple[Tensor, Tensor]:
     kv_heads = kv.shape[3]
     assert metadata.scale is not None
     maths = torch.float64 if q.dtype == torch.float64 else torch.float32
-    stored = stored_keys(metadata, num_nodes, work.max_length)[:, :, None, None]
-    keys, values = (gather_pages(half, metadata.page_table, work.max_length).to(maths) for half in kv)
-    keys, values = keys * _by_head(scales.k_scale), (values * _by_head(scales.v_scale)).masked_fill(~stored, 0.0)
+    stored = stored_keys(metadata, num_nodes, work.max_length)
+    rows = gather_pages(kv.movedim(0, 2), metadata.page_table, work.max_length).to(maths)
+    keys, values = rows.permute(2, 0, 3, 1, 4)  # [B, H_kv, S, D]
+    keys, values = _scaled(keys, scales.k_scale), _scaled(values, scales.v_scale)
+    values = torch.where(stored[:, None, :, None], values, 0.0)
 
-    grouped = q.to(maths).reshape(batch, num_nodes, kv_heads, heads // kv_heads, head_dim)
-    scores = torch.einsum("bnhgd,bthd->bhgnt", grouped * metadata.scale, keys)
+    grouped = q.to(maths).unflatten(2, (kv_heads, -1)).movedim(1, 3)  # [B, H_kv, G, N, D]
+    scores = (grouped * metadata.scale).flatten(2, 3) @ keys.mT
     if metadata.soft_cap is not None:
         scores = metadata.soft_cap * torch.tanh(scores / metadata.soft_cap)
-    seen = visible_keys(metadata, num_nodes, work.max_length)
-    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    seen = visible_keys(metadata, num_nodes, work.max_length, stored)
+    scores = torch.where(seen[:, None, None], scores.unflatten(2, (-1, num_nodes)), float("-inf"))
 
-    lse = torch.logsumexp(scores, dim=-1)
+    top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(maths).min)  # finite for a row that sees nothing
     if scales.sinks is not None:
         row_used = torch.arange(num_nodes, device=q.device) < metadata.used_rows(num_nodes)[:, None]
-        with_sink = torch.logaddexp(lse, scales.sinks.to(maths).view(kv_heads, -1, 1))
-        lse = torch.where(row_used[:, None, None], with_sink, lse)
-    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
-    out = torch.einsum("bhgnt,bthd->bnhgd", weights, values).reshape(q.shape).to(q.dtype)
-    return out, lse.permute(0, 3, 1, 2).reshape(batch, num_nodes, heads).contiguous()
+        sinks = scales.sinks.to(maths).view(kv_heads, -1, 1, 1)
+        sinks = torch.where(row_used[:, None, None, :, None], sinks, float("-inf"))
+        top = torch.maximum(top, sinks)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if scales.sinks is not None:
+        total = total + torch.exp(sinks - top)
+    weights = weights / total.clamp(min=1.0)  # it is less only where nothing is seen
+    out = (weights.flatten(2, 3) @ values).view(batch, heads, num_nodes, head_dim)
+    lse = (top + torch.log(total)).view(batch, heads, num_nodes)
+    return out.movedim(1, 2).to(q.dtype).contiguous(), lse.mT.contiguous()
 
 
-def _by_head(scale: float | Tensor) -> float | Tensor:
-    """A scale that multiplies [B, S, H_kv, D]."""
-    return scale if isinstance(scale, float) else scale[:, None]
+def _scaled(x: Tensor, scale: float | Tensor) -> Tensor:
+    """x [B, H_kv, S, D] times a scale, or one of each head."""
+    if isinstance(scale, Tensor):
+        return x * scale[:, None, None]
+    return x if scale == 1.0 else x * scale
 
 
 def gather_pages(pool: Tensor, page_table: Tensor, num_keys: int) -> Tensor:
@@ -73,20 +83,23 @@ def stored_keys(metadata: AttentionMetadata, num_nodes: int, num_keys: int) -> T
     return torch.arange(num_keys, device=used.device) < (metadata.lengths + slots)[:, None]
 
 
-def visible_keys(metadata: AttentionMetadata, num_nodes: int, num_keys: int) -> Tensor:
-    """[B, num_nodes, num_keys] bool: whether query row i sees the key at position t; rows not in use see nothing."""
+def visible_keys(
+    metadata: AttentionMetadata, num_nodes: int, num_keys: int, stored: Tensor | None = None
+) -> Tensor:
+    """[B, num_nodes, num_keys] bool: whether query row i sees the key at position t; rows not in use see nothing.
+    `stored`: what `stored_keys` gave, where it is known."""
+    stored = stored_keys(metadata, num_nodes, num_keys) if stored is None else stored
     lengths, used = metadata.lengths, metadata.used_rows(num_nodes)
     row = torch.arange(num_nodes, device=lengths.device)[:, None]
     slot = torch.arange(num_keys, device=lengths.device) - lengths[:, None, None]
+    seen = stored[:, None]
     if metadata.mode == "chain":
-        among_draft = slot <= row
-    elif metadata.mode == "block":
-        among_draft = torch.ones_like(slot, dtype=torch.bool)
-    else:
+        seen = seen & (slot <= row)
+    elif metadata.mode == "tree":
         assert metadata.mask is not None
         bit = slot.clamp(0, metadata.mask.shape[2] * 64 - 1).expand(-1, num_nodes, -1)
         among_draft = (metadata.mask.gather(2, bit // 64) >> (bit % 64)) & 1 != 0
-    seen = (slot < 0) | (among_draft & stored_keys(metadata, num_nodes, num_keys)[:, None])
+        seen = seen & (among_draft | (slot < 0))
     if metadata.window is not None:
         seen = seen & (_distance(metadata, row, slot) < metadata.window)
     return seen & (row < used[:, None, None])

@@ -22,23 +22,29 @@ E4M3_MAX = 448.0
 
 def write_kv(q: Tensor, store: KVStore, q_norm: Tensor | None, k_norm: Tensor | None, options: StoreOptions) -> Tensor:
     """See `specdec_kernels.write_kv`: `materialize_kv` of one layer, and the queries."""
-    materialize_kv(store.with_layer_axis(), None if k_norm is None else k_norm[None], options)
-    rows = _rope_rows(store.rope, store.positions)[:, None]
-    return _rotate(_norm(q, q_norm, options.eps), rows, options.interleaved).to(q.dtype)
+    turns = _turns(store, options.interleaved, q)
+    _keep(store.with_layer_axis(), None if k_norm is None else k_norm[None], options, turns)
+    return _rotate(_norm(q, q_norm, options.eps), turns[:, :, None], options.interleaved).to(q.dtype)
 
 
 def materialize_kv(store: KVStore, k_norm: Tensor | None, options: StoreOptions) -> None:
-    k, v, kv, slots, positions, rope = store
-    rows = _rope_rows(rope, positions)[:, None, None]
+    _keep(store, k_norm, options, _turns(store, options.interleaved, store.k))
+
+
+def _keep(store: KVStore, k_norm: Tensor | None, options: StoreOptions, turns: Tensor) -> None:
+    k, v, kv, slots = store[:4]
     weight = None if k_norm is None else k_norm[:, None]
-    keys = _rotate(_norm(k, weight, options.eps), rows, options.interleaved)
+    keys = _rotate(_norm(k, weight, options.eps), turns[:, :, None, None], options.interleaved)
     _store(kv, slots, _stored(keys, options.k_scale, kv), _stored(v, options.v_scale, kv))
 
 
-def _rope_rows(rope: Tensor, positions: Tensor) -> Tensor:
-    """[T, R] table rows, zeros where a position is outside the table."""
-    known = (positions >= 0) & (positions < rope.shape[0])
-    return rope[positions.clamp(0, rope.shape[0] - 1)] * known[:, None]
+def _turns(store: KVStore, interleaved: bool, x: Tensor) -> Tensor:
+    """[2, T, R] cosine and sine of each turning element of x, zeros where a position is outside the table."""
+    rope, positions = store.rope, store.positions
+    rows = rope[positions.clamp(0, rope.shape[0] - 1)]
+    rows = rows.masked_fill(((positions < 0) | (positions >= rope.shape[0]))[:, None], 0.0).to(_maths(x))
+    halves = rows.unflatten(-1, (2, -1)).movedim(-2, 0)
+    return halves.repeat_interleave(2, -1) if interleaved else halves.repeat(1, 1, 2)
 
 
 def _maths(x: Tensor) -> torch.dtype:
@@ -53,19 +59,17 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return (unit.to(wide.dtype) * weight.to(wide.dtype)).to(x.dtype)
 
 
-def _rotate(x: Tensor, rows: Tensor, interleaved: bool) -> Tensor:
-    """Rotation of x [..., D] by table rows [..., R] that broadcast to it, in float32 (float64)."""
-    rotary_dim = rows.shape[-1]
-    wide = x.to(_maths(x))
-    turning, rest = wide[..., :rotary_dim], wide[..., rotary_dim:]
-    cos, sin = rows.to(wide.dtype).chunk(2, dim=-1)
+def _rotate(x: Tensor, turns: Tensor, interleaved: bool) -> Tensor:
+    """Rotation of x [..., D] by `turns` [2, ..., R] that broadcast to it, in float32 (float64)."""
+    wide, rotary_dim = x.to(_maths(x)), turns.shape[-1]
+    turning = wide if rotary_dim == wide.shape[-1] else wide[..., :rotary_dim]
     if interleaved:
-        first, second = turning[..., 0::2], turning[..., 1::2]
+        across = torch.stack([-turning[..., 1::2], turning[..., 0::2]], dim=-1).flatten(-2)
     else:
         first, second = turning.chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return torch.cat([joined, rest], dim=-1)
+        across = torch.cat([-second, first], dim=-1)
+    turned = turning * turns[0] + across * turns[1]
+    return turned if turning is wide else torch.cat([turned, wide[..., rotary_dim:]], dim=-1)
 
 
 def _stored(x: Tensor, scale: float | Tensor | None, kv: Tensor) -> Tensor:
@@ -90,8 +94,7 @@ def _store(kv: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         kv, new = kv.view(torch.uint8), new.contiguous().view(torch.uint8)
     flat = kv.view(layers, 2, pages * page_size, kv_heads, head_dim)
     stored = (slots >= 0) & (slots < pages * page_size)
-    anchor = stored.to(torch.int8).argmax(0, keepdim=True)
-    anchor_slot = torch.where(stored, slots, 0)[anchor]
-    anchor_rows = torch.where(stored[anchor][:, None, None], new[:, :, anchor], flat[:, :, anchor_slot])
-    target = torch.where(stored, slots, anchor_slot)
-    flat[:, :, target] = torch.where(stored[:, None, None], new, anchor_rows)
+    anchor = stored.byte().argmax(0)
+    source = torch.where(stored, torch.arange(len(slots), device=slots.device), anchor)
+    target = slots[source].clamp(0, pages * page_size - 1)
+    flat[:, :, target] = torch.where(stored.any(), new[:, :, source], flat[:, :, target])

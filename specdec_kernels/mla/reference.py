@@ -32,10 +32,11 @@ def mla_attention_with_lse(call: MlaCall) -> tuple[Tensor, Tensor]:
     assert max_length is not None and metadata.scale is not None
     maths = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
     tokens = gather_pages(cache, metadata.page_table, max_length).to(maths)
-    tokens = tokens.masked_fill(~stored_keys(metadata, num_nodes, max_length)[:, :, None], 0.0)
+    stored = stored_keys(metadata, num_nodes, max_length)
+    tokens = tokens.masked_fill(~stored[:, :, None], 0.0)
     queries = torch.cat([q_latent, q_rope], dim=-1).to(maths)
     scores = torch.einsum("bnhd,btd->bhnt", queries * metadata.scale, tokens)
-    seen = visible_keys(metadata, num_nodes, max_length)
+    seen = visible_keys(metadata, num_nodes, max_length, stored)
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
 
     lse = torch.logsumexp(scores, dim=-1)

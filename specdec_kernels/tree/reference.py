@@ -22,19 +22,15 @@ SMALLEST_PRODUCT = torch.finfo(torch.float32).tiny
 
 
 def build_tree(parents: Tensor, lengths: Tensor) -> TreeLinks:
-    batch, num_nodes = parents.shape
+    num_nodes = parents.shape[1]
     node = torch.arange(num_nodes, device=parents.device)
     parent = parents.long()
     parent = torch.where((parent >= 0) & (parent < node), parent, -1)
 
-    sees = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
-    depth = torch.zeros(batch, num_nodes, dtype=torch.int64, device=parents.device)
-    ancestor = parent
-    for _ in range(num_nodes):
-        climbs = ancestor >= 0
-        depth += climbs
-        sees |= climbs[:, :, None] & (ancestor[:, :, None] == node)
-        ancestor = torch.where(climbs, parent.gather(1, ancestor.clamp(min=0)), -1)
+    sees = (parent[:, :, None] == node) | (node[:, None] == node)
+    for _ in range((num_nodes - 1).bit_length()):  # ancestors twice as far away each time
+        sees = torch.bmm(sees.float(), sees.float()) > 0
+    depth = sees.sum(-1) - 1
 
     child, sibling = links_of(parent)
     return TreeLinks(child.int(), sibling.int(), depth.int(), lengths[:, None] + depth, _pack_words(sees))

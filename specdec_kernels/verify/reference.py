@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specdec_kernels.sampling.reference import inverse_cdf, pick_tokens, token_logprobs
 from specdec_kernels.tree.types import TreeLinks
-from specdec_kernels.verify.reference_tree import accept_tree, draft_by_node, entry, judging_uniforms, target_rows
+from specdec_kernels.verify.reference_tree import accept_tree, draft_by_node, judging_uniforms, target_rows
 from specdec_kernels.verify.types import CHAIN_RULES, Accepted, Verification
 
 
@@ -64,23 +64,28 @@ def _followed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Path, bonus and validity [B] of following the target tokens ([B, N] int64) down the tree, N - 1 links at most."""
     batch, num_nodes = tokens.shape
-    end = torch.zeros(batch, dtype=torch.int64, device=tokens.device)
-    count = end.clone()
-    path = torch.full((batch, max_depth + 1), -1, dtype=torch.int64, device=tokens.device)
+    node, stop = torch.arange(num_nodes, device=tokens.device), num_nodes**2
+    # State e * N + c: the path ends at node e, and node c is looked at. A table [B, N * N] says which state is next.
+    hits = valid[:, :, None] & (tokens[:, None] == targets[:, :, None])
+    link = torch.where(hits, tree.first_child[:, None], tree.next_sibling[:, None]).long()
+    end = torch.where(hits, node, node[:, None])
+    link = torch.cat([tree.first_child[:, :1].long(), link.flatten(1)], 1)
+    end = torch.nn.functional.pad(end.flatten(1), (1, 0))
+    table = torch.where((link >= 0) & (link < num_nodes), end * num_nodes + link, stop)
+    table = torch.nn.functional.pad(table, (0, 1), value=stop)
+
+    states = [table[:, :1]]
+    for _ in range(num_nodes - 2):
+        states.append(table.gather(1, states[-1] + 1))
+    walk = torch.cat(states[: num_nodes - 1], 1) if num_nodes > 1 else table[:, :0]
+    hit = torch.nn.functional.pad(hits.flatten(1), (0, 1)).gather(1, walk)
+    count = hit.cumsum(1)
+    kept = hit & (count <= max_depth)
+    path = torch.full((batch, max_depth + 2), -1, dtype=torch.int64, device=tokens.device)
     path[:, 0] = 0
-    column = torch.arange(max_depth + 1, device=tokens.device)
-    candidate = tree.first_child[:, 0].long()
-    for _ in range(num_nodes - 1):
-        target, usable = entry(targets, end), entry(valid, end)
-        looking = (candidate >= 0) & (candidate < num_nodes) & usable & (count < max_depth)
-        looked_at = torch.where(looking, candidate, 0)
-        hit = looking & (entry(tokens, looked_at) == target)
-        count = count + hit
-        path = torch.where(hit[:, None] & (column == count[:, None]), looked_at[:, None], path)
-        end = torch.where(hit, looked_at, end)
-        following = torch.where(hit, entry(tree.first_child, end), entry(tree.next_sibling, looked_at)).long()
-        candidate = torch.where(looking, following, -1)
-    return path, entry(targets, end), entry(valid, end)
+    path.scatter_(1, torch.where(kept, count, max_depth + 1), walk % num_nodes)  # the spare column takes the others
+    end = path.gather(1, kept.sum(1, keepdim=True))
+    return path[:, :-1], targets.gather(1, end)[:, 0], valid.gather(1, end)[:, 0]
 
 
 def _judged_chain(call: Verification) -> tuple[Tensor, Tensor, Tensor]:
