@@ -83,9 +83,7 @@ def stored_keys(metadata: AttentionMetadata, num_nodes: int, num_keys: int) -> T
     return torch.arange(num_keys, device=used.device) < (metadata.lengths + slots)[:, None]
 
 
-def visible_keys(
-    metadata: AttentionMetadata, num_nodes: int, num_keys: int, stored: Tensor | None = None
-) -> Tensor:
+def visible_keys(metadata: AttentionMetadata, num_nodes: int, num_keys: int, stored: Tensor | None = None) -> Tensor:
     """[B, num_nodes, num_keys] bool: whether query row i sees the key at position t; rows not in use see nothing.
     `stored`: what `stored_keys` gave, where it is known."""
     stored = stored_keys(metadata, num_nodes, num_keys) if stored is None else stored
