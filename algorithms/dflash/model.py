@@ -22,7 +22,7 @@ from algorithms.models.decoder import INIT_STD, Decoder, DecoderLayer, embedding
 from algorithms.models.fusion import FusableModel, project, queries_only
 from algorithms.models.layers import Mixer, RMSNorm
 from algorithms.models.packing import joined
-from specdec_kernels import Codes, Normed, ScaledWeight
+from specdec_kernels import Normed, ScaledWeight
 
 
 class StackedKV(NamedTuple):
@@ -44,20 +44,7 @@ class ConvLayer(DecoderLayer):
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         return self._after(layer, self.input_layernorm(x), x, mixer)
 
-    @property
-    def reads_codes(self) -> bool:
-        return False
-
-    def fused(
-        self,
-        layer: int,
-        start: Normed,
-        mixer: Mixer,
-        following: RMSNorm,
-        x_codes: Codes | None = None,
-        out_codes: Codes | None = None,
-    ) -> Normed:
-        assert x_codes is out_codes is None
+    def fused(self, layer: int, start: Normed, mixer: Mixer, following: RMSNorm) -> Normed:
         x = self._after(layer, start.normed, start.residual, mixer)
         return Normed(following(x), x)
 

@@ -57,28 +57,13 @@ class Block(nn.Module):
         normed, stream = norm.after(projection, mixed, stream, self.post_self_attn_layernorm)
         return stream + _closed(self.post_mlp_layernorm, self.mlp(normed, real))
 
-    @property
-    def reads_codes(self) -> bool:
-        """Whether `fused` reads the codes of the norm in which the layer before it ends."""
-        return self.mixing.reads_codes
-
-    def fused(
-        self,
-        layer: int,
-        start: kernels.Normed,
-        mixer: Mixer,
-        following: RMSNorm,
-        x_codes: kernels.Codes | None = None,
-        out_codes: kernels.Codes | None = None,
-    ) -> kernels.Normed:
-        """The layer between two norms: `start` is normed by its own, the result by the `following` one. The codes are
-        those of the two norms, the first to read, the second to write."""
-        norm, out, closing = self.post_attention_layernorm, self.mixing.out, self.post_self_attn_layernorm
-        mixed = self.mixing(layer, start.normed, mixer, *(() if x_codes is None else (x_codes,)))
-        codes = norm.codes_after(out, closing, start.residual) if self.mlp.reads_codes else None
-        normed, residual = norm.after(out, mixed, start.residual, closing, codes)
-        real = self._real(mixer)
-        return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, real, codes, out_codes)
+    def fused(self, layer: int, start: kernels.Normed, mixer: Mixer, following: RMSNorm) -> kernels.Normed:
+        """The layer between two norms: `start` is normed by its own, the result by the `following` one."""
+        mixed = self.mixing(layer, start.normed, mixer)
+        normed, residual = self.post_attention_layernorm.after(
+            self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm
+        )
+        return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, self._real(mixer))
 
 
 def _norm(config: DecoderConfig) -> RMSNorm:
@@ -127,15 +112,8 @@ def run_fused(
     """`run_layers` by fused kernels: every layer ends in the norm of the next."""
     outputs: dict[int, Tensor] = {}
     following = [*(cast(RMSNorm, layer.input_layernorm) for layer in layers[1:]), norm]
-    reads_codes = [*(layer.reads_codes for layer in layers[1:]), False]
-    codes = None
     for index, layer in enumerate(layers):
-        end = following[index]
-        written = None
-        if reads_codes[index]:
-            written = end.codes_after(layer.mlp.out, layer.post_mlp_layernorm, start.residual)
-        start = layer.fused(index, start, mixer, end, codes, written)
-        codes = written
+        start = layer.fused(index, start, mixer, following[index])
         if index in target_layers:
             outputs[index] = start.residual
     return start.normed, [outputs[index] for index in target_layers]

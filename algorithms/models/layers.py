@@ -13,8 +13,7 @@ import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.fusion import Fusable, NormedProjection, project
 from algorithms.models.packing import Packed, packed
-from algorithms.models.scaled_linear import BLOCK, SCALE_NAMES, ScaledLinear, multiplies_codes
-from specdec_kernels import Codes
+from algorithms.models.scaled_linear import BLOCK, SCALE_NAMES
 
 
 class MixerWeights(NamedTuple):
@@ -51,11 +50,6 @@ class Mixing(Fusable):
     def out(self) -> nn.Module:
         raise NotImplementedError
 
-    @property
-    def reads_codes(self) -> bool:
-        """Whether `forward` takes the codes of x, too, because it multiplies codes."""
-        return False
-
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         """`x [..., T, hidden]` to the input of `out`."""
         raise NotImplementedError
@@ -66,33 +60,14 @@ class MLP(Fusable):
 
     skips_padding = False  # whether it reads `real`, which takes a kernel
 
-    @property
-    def out(self) -> nn.Module | None:
-        """The projection that ends it, if there is one."""
-        return None
-
-    @property
-    def reads_codes(self) -> bool:
-        """Whether `ended` reads the codes of x, because it multiplies codes."""
-        return False
-
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """`x [..., T, hidden]` to the same shape. `real` as in `real_rows`: other rows come out as anything finite."""
         raise NotImplementedError
 
     def ended(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        following: RMSNorm,
-        closing: RMSNorm | None,
-        real: Tensor | None,
-        x_codes: Codes | None = None,
-        out_codes: Codes | None = None,
+        self, x: Tensor, residual: Tensor, following: RMSNorm, closing: RMSNorm | None, real: Tensor | None
     ) -> kernels.Normed:
-        """`following` of residual + `closing` of the output, and that sum: the end of a layer in the fused forward.
-        `x_codes` are given where they are read, `out_codes` as in `RMSNorm.after`."""
-        assert x_codes is out_codes is None
+        """`following` of residual + `closing` of the output, and that sum: the end of a layer in the fused forward."""
         out = self(x, real)
         out = out if closing is None else closing(out)
         return kernels.add_rms_norm(out, residual, following.weight, following.eps, impl=following.impl or "auto")
@@ -117,27 +92,13 @@ class RMSNorm(Fusable):
             return (self.weight.float() * (wide * inverse)).to(x.dtype)
         return self.weight * (wide * inverse).to(x.dtype)
 
-    def codes_after(self, projection: nn.Module | None, closing: RMSNorm | None, like: Tensor) -> Codes | None:
-        """Memory for codes of `after`; None where it writes none, or no product reads them."""
-        if closing is not None or not isinstance(projection, ScaledLinear) or projection.bias is not None:
-            return None
-        return kernels.empty_codes(like, self.weight.shape[0], impl=self.impl or "auto")
-
     def after(
-        self,
-        projection: nn.Module,
-        x: Tensor,
-        residual: Tensor,
-        closing: RMSNorm | None = None,
-        codes: Codes | None = None,
+        self, projection: nn.Module, x: Tensor, residual: Tensor, closing: RMSNorm | None = None
     ) -> kernels.Normed:
         """The norm of residual + projection(x), and that sum: the end of a sublayer in the fused forward. `closing`
-        norms the projection first. Codes of the norm are written to `codes`, which `codes_after` gives."""
+        norms the projection first."""
         assert self.impl is not None
         x = x.contiguous()
-        if codes is not None:
-            assert isinstance(projection, ScaledLinear) and closing is None
-            return projection.add_rms_norm(x, residual, self.weight, self.eps, codes)
         if closing is not None:
             projected = closing(project(projection, x, self.impl, self.batch_invariant))
             return kernels.add_rms_norm(projected, residual, self.weight, self.eps, impl=self.impl)
@@ -178,13 +139,9 @@ class Attention(Mixing):
     def pack(self) -> None:
         self._packed = self._packed or packed((self.q_proj, self.k_proj, self.v_proj))
 
-    @property
-    def reads_codes(self) -> bool:
-        return multiplies_codes(self.q_proj)
-
-    def forward(self, layer: int, x: Tensor, mixer: Mixer, codes: Codes | None = None) -> Tensor:
+    def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         """The input of the output projection, `[..., T, H * D]`."""
-        q, k, v = self._projected(x, codes)
+        q, k, v = self._projected(x)
         if self.gated:
             q, gate = rearrange(q, "... (h two) d -> ... h two d", two=2).unbind(-2)
             q = q.contiguous()
@@ -195,14 +152,13 @@ class Attention(Mixing):
             out = out * torch.sigmoid(gate)
         return rearrange(out, "... h d -> ... (h d)")
 
-    def _projected(self, x: Tensor, codes: Codes | None) -> tuple[Tensor, ...]:
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each [..., heads, D]; views of one tensor in the fused forward."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         if self.impl is None:
             return tuple(rearrange(each(x), "... (h d) -> ... h d", d=self.head_dim) for each in projections)
         assert self._packed is not None
-        same = self.batch_invariant
-        rows = kernels.linear(x.contiguous(), *self._packed, x_codes=codes, batch_invariant=same, impl=self.impl)
+        rows = kernels.linear(x.contiguous(), *self._packed, batch_invariant=self.batch_invariant, impl=self.impl)
         heads = [each.weight.shape[0] // self.head_dim for each in projections]
         return rearrange(rows, "... (h d) -> ... h d", d=self.head_dim).split(heads, dim=-2)
 
@@ -221,28 +177,13 @@ class SwiGLU(MLP):
     def pack(self) -> None:
         self._packed = self._packed or packed((self.gate_proj, self.up_proj))
 
-    @property
-    def out(self) -> nn.Module:
-        return self.down_proj
-
-    @property
-    def reads_codes(self) -> bool:
-        return multiplies_codes(self.gate_proj)
-
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         return project(self.down_proj, self.inner(x), self.impl, self.batch_invariant)
 
     def ended(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        following: RMSNorm,
-        closing: RMSNorm | None,
-        real: Tensor | None,
-        x_codes: Codes | None = None,
-        out_codes: Codes | None = None,
+        self, x: Tensor, residual: Tensor, following: RMSNorm, closing: RMSNorm | None, real: Tensor | None
     ) -> kernels.Normed:
-        return following.after(self.down_proj, self.inner(x, x_codes), residual, closing, out_codes)
+        return following.after(self.down_proj, self.inner(x), residual, closing)
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
         """Some architectures store both projections in one tensor, the gate first."""
@@ -258,13 +199,11 @@ class SwiGLU(MLP):
         rows = self.gate_proj.weight.shape[0]
         return rows % BLOCK == 0 or scales.shape[0] == 2 * rows
 
-    def inner(self, x: Tensor, codes: Codes | None = None) -> Tensor:
+    def inner(self, x: Tensor) -> Tensor:
         if self.impl is None:
             return F.silu(self.gate_proj(x)) * self.up_proj(x)
         assert self._packed is not None
         x, same = x.contiguous(), self.batch_invariant
         if self._packed.bias is None:
-            weight = self._packed.weight
-            return kernels.linear_silu_mul(x, weight, x_codes=codes, batch_invariant=same, impl=self.impl)
-        both = kernels.linear(x, *self._packed, x_codes=codes, batch_invariant=same, impl=self.impl)
-        return kernels.silu_mul(both, impl=self.impl)
+            return kernels.linear_silu_mul(x, self._packed.weight, batch_invariant=same, impl=self.impl)
+        return kernels.silu_mul(kernels.linear(x, *self._packed, batch_invariant=same, impl=self.impl), impl=self.impl)

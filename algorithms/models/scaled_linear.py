@@ -121,22 +121,14 @@ class ScaledLinear(NormedProjection):
         same, impl = self.batch_invariant, self.impl or "reference"
         return kernels.linear(x.contiguous(), self.scaled_weight, self.bias, batch_invariant=same, impl=impl)
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: kernels.Codes | None = None
-    ) -> kernels.Normed:
-        """Codes of the norm are written to `codes`."""
-        assert self.impl is not None and (self.bias is None or codes is None)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> kernels.Normed:
+        assert self.impl is not None
         if self.bias is not None:
             return kernels.add_rms_norm(self(x), residual, weight, eps, impl=self.impl)
         same = self.batch_invariant
         return kernels.linear_add_rms_norm(
-            x, self.scaled_weight, residual, weight, eps, out_codes=codes, batch_invariant=same, impl=self.impl
+            x, self.scaled_weight, residual, weight, eps, batch_invariant=same, impl=self.impl
         )
-
-
-def multiplies_codes(projection: nn.Module) -> bool:
-    """Whether it rounds what it reads to codes."""
-    return isinstance(projection, ScaledLinear) and projection.format.float8_x
 
 
 def make_scaled(model: nn.Module, weight_format: WeightFormat, names: set[str]) -> None:

@@ -13,10 +13,9 @@ from specdec_kernels.cases import Comparison, Maker, WorkModel, case_of
 from specdec_kernels.experts import reference
 from specdec_kernels.experts.configs import row_tile_of
 from specdec_kernels.experts.types import Activation, ExpertWeights, Matrices, Mxfp4, Routed, Routing
-from specdec_kernels.norm.types import GROUP
 from specdec_kernels.parity import bytes_in
 from specdec_kernels.projection.cases import scaled_weight
-from specdec_kernels.projection.types import ScaledWeight
+from specdec_kernels.projection.types import GROUP, ScaledWeight
 
 _LARGE = ("large",)
 GPT_OSS = Activation(limit=7.0, alpha=1.702)

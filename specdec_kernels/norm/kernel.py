@@ -13,12 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.norm.codes import code_arguments, multiplies_codes, write_codes
 from specdec_kernels.norm.configs import num_warps
-from specdec_kernels.norm.types import GROUP, Codes, Normed, NormInputs
+from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
-
-_GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
@@ -48,8 +45,6 @@ def _norm_kernel(
     weight_ptr,  # [D]
     out_ptr,  # [rows, D]
     sum_ptr,  # [rows, D], the row that was normed, or None
-    code_ptr,  # [rows, D] codes of the norm, float8, or uint8 unless CODES; or None
-    scale_ptr,  # [ceil(D / 128), rows] float32 if there are codes
     eps,
     vocab,
     num_parts,
@@ -57,7 +52,6 @@ def _norm_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
-    CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     dims = tl.arange(0, BLOCK_D)
@@ -81,12 +75,7 @@ def _norm_kernel(
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     if sum_ptr is not None:
         tl.store(sum_ptr + row * D + dims, x, mask=inside)
-    normed = normed_row(x, weight, eps, D)
-    tl.store(out_ptr + row * D + dims, normed, mask=inside)
-    if code_ptr is not None:
-        GROUPS: tl.constexpr = BLOCK_D // _GROUP
-        groups = tl.reshape(normed, (GROUPS, _GROUP))
-        write_codes(code_ptr, scale_ptr, groups, row, tl.arange(0, GROUPS), rows, D, CODES)
+    tl.store(out_ptr + row * D + dims, normed_row(x, weight, eps, D), mask=inside)
 
 
 @triton.jit(do_not_specialize=["vocab", "columns", "num_sources"])
@@ -133,23 +122,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, inputs: NormInputs, codes: Codes | None = None) -> Normed:
+def add_rms_norm(x: Tensor, inputs: NormInputs) -> Normed:
     result = Normed(torch.empty_like(x), torch.empty_like(x))
-    _launch(x, *inputs, *result, codes=codes)
+    _launch(x, *inputs, *result)
     return result
 
 
-def add_rms_norm_of_parts(parts: Tensor, inputs: NormInputs, codes: Codes | None = None) -> Normed:
+def add_rms_norm_of_parts(parts: Tensor, inputs: NormInputs) -> Normed:
     """`add_rms_norm` of x = the sum of `parts` [P, ..., D] float32 in their order, rounded to the residual's dtype."""
     result = Normed(torch.empty_like(inputs.residual), torch.empty_like(inputs.residual))
-    _launch(parts, *inputs, *result, codes=codes, num_parts=parts.shape[0])
+    _launch(parts, *inputs, *result, num_parts=parts.shape[0])
     return result
 
 
 def embed_rms_norm(tokens: Tensor, table: Tensor, weight: Tensor, eps: float) -> Normed:
     shape = (*tokens.shape, table.shape[1])
     result = Normed(table.new_empty(shape), table.new_empty(shape))
-    _launch(table, None, weight, eps, *result, tokens=tokens)
+    _launch(table, None, weight, eps, *result, tokens)
     return result
 
 
@@ -185,7 +174,6 @@ def _launch(
     eps: float,
     out: Tensor,
     total: Tensor | None,
-    codes: Codes | None = None,
     tokens: Tensor | None = None,
     num_parts: int = 0,
 ) -> None:
@@ -196,12 +184,11 @@ def _launch(
     launch(
         _norm_kernel,
         (rows,),
-        *(x, residual, tokens, weight, out, total, *code_arguments(codes, chip), float(eps)),
+        *(x, residual, tokens, weight, out, total, float(eps)),
         *(x.shape[0] if tokens is not None else 0, num_parts, rows),
         num_warps=num_warps(chip, block),
         D=width,
         BLOCK_D=block,
         PARTS=num_parts > 0,
-        CODES=multiplies_codes(chip),
         **pdl_options(chip),
     )

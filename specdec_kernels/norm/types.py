@@ -5,18 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-GROUP = 128  # numbers of a row that have one scale in published checkpoints, and rows of a block of a weight
-LARGEST_CODE = 448.0
-LEAST_MAGNITUDE = 1e-10  # what the largest magnitude of a group counts as at least, so that zeros have a scale
-
-
-class Codes(NamedTuple):
-    """Rows [..., K] as a product of float8 codes reads them: e4m3 codes [rows, K], and the scale of each group of 128
-    numbers, [groups, rows] float32."""
-
-    numbers: Tensor
-    scales: Tensor
-
 
 class Normed(NamedTuple):
     """`normed` [..., D]: what the next projection reads. `residual` [..., D]: the residual stream it was made of."""

@@ -7,13 +7,10 @@ too, and a row has the same bits for any number of rows. ValueError where a shap
 
 `linear`, `linear_silu_mul` and `linear_add_rms_norm` also take a `ScaledWeight`, whose product is that of the weight
 dequantised to float32, and of x as it is or rounded to float8. Where torch has no such product, the kernel takes any
-number of rows. `linear_add_rms_norm` may write codes of its norm, too, to memory from `empty_codes`, which the products
-that read the norm take as `x_codes`. Bits are those of products that round x themselves.
+number of rows.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +19,10 @@ from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.norm.configs import MAX_WIDTH
-from specdec_kernels.norm.types import GROUP, Codes, Normed, NormInputs, weight_dtype
-from specdec_kernels.projection.types import Product, ScaledWeight
+from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
+from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-def empty_codes(x: Tensor, width: int, *, impl: str = "auto") -> Codes | None:
-    """Memory for codes of as many rows of `width` numbers as x [..., K] has, or None where no product reads them."""
-    return dispatch("empty_codes", __package__, impl, x)(x, width)
 
 
 def linear(
@@ -38,7 +30,6 @@ def linear(
     weight: Tensor | ScaledWeight,
     bias: Tensor | None = None,
     *,
-    x_codes: Codes | None = None,
     batch_invariant: bool = False,
     out_dtype: torch.dtype | None = None,
     impl: str = "auto",
@@ -48,19 +39,13 @@ def linear(
     `out_dtype`: dtype of the result, x's by default, or float32, in which sums are not rounded again.
     """
     _check(x, weight, bias)
-    _check_codes(x, "x_codes", x_codes, x.shape[-1])
     if out_dtype not in (None, x.dtype, torch.float32):
         raise ValueError(f"out_dtype: expected {x.dtype} or torch.float32, got {out_dtype}")
-    return dispatch("linear", __package__, impl, x)(Product(x, weight, batch_invariant, x_codes), bias, out_dtype)
+    return dispatch("linear", __package__, impl, x)(Product(x, weight, batch_invariant), bias, out_dtype)
 
 
 def linear_silu_mul(
-    x: Tensor,
-    weight: Tensor | ScaledWeight,
-    *,
-    x_codes: Codes | None = None,
-    batch_invariant: bool = False,
-    impl: str = "auto",
+    x: Tensor, weight: Tensor | ScaledWeight, *, batch_invariant: bool = False, impl: str = "auto"
 ) -> Tensor:
     """silu(x gate^T) * (x up^T) [..., F] for a weight [2 F, K] that holds the rows of gate, then those of up.
 
@@ -69,8 +54,7 @@ def linear_silu_mul(
     _check(x, weight, None)
     if weight.shape[0] % 2:
         raise ValueError(f"weight: expected an even number of rows, got {weight.shape[0]}")
-    _check_codes(x, "x_codes", x_codes, x.shape[-1])
-    return dispatch("linear_silu_mul", __package__, impl, x)(Product(x, weight, batch_invariant, x_codes))
+    return dispatch("linear_silu_mul", __package__, impl, x)(Product(x, weight, batch_invariant))
 
 
 def linear_add_rms_norm(
@@ -80,7 +64,6 @@ def linear_add_rms_norm(
     norm_weight: Tensor,
     eps: float,
     *,
-    out_codes: Codes | None = None,
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> Normed:
@@ -90,8 +73,7 @@ def linear_add_rms_norm(
     partial sums of the projection itself. `residual` [..., N] is not changed.
     """
     end = _checked_end(x, weight, residual, norm_weight, eps)
-    _check_codes(x, "out_codes", out_codes, weight.shape[0])
-    return dispatch("linear_add_rms_norm", __package__, impl, x)(Product(x, weight, batch_invariant), end, out_codes)
+    return dispatch("linear_add_rms_norm", __package__, impl, x)(Product(x, weight, batch_invariant), end)
 
 
 def linear_all_reduce_add_rms_norm(
@@ -179,16 +161,6 @@ def _check(x: Tensor, weight: Tensor | ScaledWeight, bias: Tensor | None) -> Non
         expect_tensors({"x": x}, weight=(weight, (None, x.shape[-1]), x.dtype))
     expect_tensors({"x": x}, bias=(bias, (codes.shape[0],), x.dtype))
     expect_contiguous(x=x)
-
-
-def _check_codes(x: Tensor, name: str, codes: Codes | None, width: int) -> None:
-    if codes is not None:
-        rows = x.numel() // x.shape[-1]
-        expected: dict[str, Any] = {
-            f"{name}.numbers": (codes.numbers, (rows, width), (torch.float8_e4m3fn, torch.uint8)),
-            f"{name}.scales": (codes.scales, (-(-width // GROUP), rows), torch.float32),
-        }
-        expect_tensors({"x": x}, **expected)
 
 
 def expect_groups(name: str, weight: ScaledWeight) -> None:

@@ -12,9 +12,8 @@ from specdec_kernels.all_reduce.cases import exchange_inputs
 from specdec_kernels.all_reduce.reference import words_of
 from specdec_kernels.all_reduce.types import SLOTS, Exchange, exchange_elements
 from specdec_kernels.cases import Comparison, Maker, case_of
-from specdec_kernels.norm.types import GROUP, Codes
 from specdec_kernels.parity import bytes_in
-from specdec_kernels.projection.types import ScaledWeight
+from specdec_kernels.projection.types import GROUP, ScaledWeight
 
 _LARGE = ("large",)
 
@@ -61,15 +60,9 @@ def scaled_inputs(
     return dict(x=x, weight=weight) | (dict(bias=make.normal(outer)) if bias else {})
 
 
-def scaled_normed_inputs(
-    make: Maker, rows: int, outer: int, inner: int, codes: bool = False, **options: Any
-) -> dict[str, Any]:
-    """`codes`: of the norm, which are written, too."""
+def scaled_normed_inputs(make: Maker, rows: int, outer: int, inner: int, **options: Any) -> dict[str, Any]:
     inputs = scaled_inputs(make, rows, outer, inner, **options)
-    x = inputs["x"]
-    numbers, scales = x.new_zeros(rows, outer, dtype=torch.uint8), x.new_zeros(-(-outer // GROUP), rows).float()
-    written = dict(out_codes=Codes(numbers, scales)) if codes else {}
-    return inputs | dict(residual=make.normal(rows, outer), norm_weight=make.normal(outer), eps=1e-6) | written
+    return inputs | dict(residual=make.normal(rows, outer), norm_weight=make.normal(outer), eps=1e-6)
 
 
 def argmax_inputs(make: Maker, rows: int | tuple[int, ...], outer: int, inner: int) -> dict[str, Any]:
@@ -306,7 +299,6 @@ CASES = (
             ("float8_x_by_torch", _scaled, "8b_o", 65, _FLOAT8_X | dict(bias=True)),
             ("float8_x_normed_by_torch", _scaled_normed, "8b_o", 200, _FLOAT8_X),
             ("float8_x_down_1", _scaled_normed, "8b_down", 1, _FLOAT8_X),
-            ("float8_x_codes_1", _scaled_normed, "8b_down", 1, _FLOAT8_X | dict(codes=True)),
             ("float8_x_by_row_1", _scaled, "8b_qkv", 1, _FLOAT8_X | dict(groups=(1, 4096))),
             ("float8_x_135m_16", _scaled, "135m_qkv", 16, _FLOAT8_X),
         )

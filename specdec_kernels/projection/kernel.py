@@ -29,9 +29,8 @@ from specdec_kernels.activation import kernel as activation
 from specdec_kernels.all_reduce import kernel as all_reduce
 from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.norm import codes as code_memory
 from specdec_kernels.norm import kernel as norm
-from specdec_kernels.norm.types import Codes, Normed, NormInputs
+from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import kernel_hopper, kernel_scaled, reference
 from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
@@ -153,11 +152,6 @@ def linear(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype 
     return out
 
 
-def empty_codes(x: Tensor, inner: int) -> Codes | None:
-    few = x.numel() <= MAX_KERNEL_ROWS * x.shape[-1]
-    return code_memory.empty_codes(x, inner) if few and code_memory.multiplies_codes(current_chip(x)) else None
-
-
 def linear_silu_mul(product: Product) -> Tensor:
     x = product.x
     if x.dtype == torch.float64:
@@ -172,19 +166,19 @@ def linear_silu_mul(product: Product) -> Tensor:
     return out
 
 
-def linear_add_rms_norm(product: Product, end: NormInputs, codes: Codes | None = None) -> Normed:
+def linear_add_rms_norm(product: Product, end: NormInputs) -> Normed:
     if product.x.dtype == torch.float64:
-        return reference.linear_add_rms_norm(product, end, codes)
+        return reference.linear_add_rms_norm(product, end)
     config = config_of(product)
     if not takes(product) or config.splits == 1:
-        return norm.add_rms_norm(linear(product), end, codes)
+        return norm.add_rms_norm(linear(product), end)
     if _library_takes(product, config):
         parts = products_of_splits(product.x, product.plain, config)
     elif config.in_order:
-        return norm.add_rms_norm(linear(product), end, codes)
+        return norm.add_rms_norm(linear(product), end)
     else:
         parts = _parts(product, config)
-    return norm.add_rms_norm_of_parts(parts, end, codes)
+    return norm.add_rms_norm_of_parts(parts, end)
 
 
 def linear_all_reduce_add_rms_norm(product: Product, exchange: Exchange, slot: int, end: NormInputs) -> Normed:

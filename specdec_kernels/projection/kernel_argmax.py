@@ -132,7 +132,7 @@ def _argmax_of_tiles_kernel(
 
 def linear_argmax(product: Product, exchange: Exchange | None = None) -> Tensor:
     """The largest columns of logits with the bits of `linear`: a program adds all splits."""
-    x, weight = product.x, product.plain
+    x, weight, _ = product
     if exchange is None and not takes(product):
         return reference.linear_argmax(product)
     if x.dtype == torch.float64:

@@ -28,14 +28,12 @@ from torch import Tensor
 
 from specdec_kernels.kv_write.kernel import to_e4m3
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.norm.codes import multiplies_codes, rounded
-from specdec_kernels.norm.types import GROUP
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import kernel_scaled_hopper
 from specdec_kernels.projection.configs import ROUNDED_APART_ROWS, LinearConfig
 from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
-from specdec_kernels.projection.rounding import rounded_rows
-from specdec_kernels.projection.types import Product, ScaledWeight
+from specdec_kernels.projection.rounding import multiplies_codes, rounded, rounded_rows
+from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
 _GROUP = tl.constexpr(GROUP)
 _TORCH_ROWS = 16  # a multiple of which torch multiplies
@@ -274,7 +272,7 @@ def by_torch(product: Product, bias: Tensor | None, out_dtype: torch.dtype | Non
 
 def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: bool, config: LinearConfig) -> None:
     """`kernel.launch_linear` for a `ScaledWeight`."""
-    x, weight = product.x, product.weight
+    x, weight, _ = product
     assert isinstance(weight, ScaledWeight)
     outer, inner = weight.shape
     if config.ring and kernel_scaled_hopper.takes(product, config):
@@ -283,7 +281,7 @@ def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     chip, half = current_chip(x), config.columns // 2
     work = work_of(product, out, is_gated, config)
     apart = weight.float8_x and multiplies_codes(chip) and product.rows > ROUNDED_APART_ROWS
-    numbers, x_scales = (product.codes or rounded_rows(x)) if apart else (x, weight.scales)
+    numbers, x_scales = rounded_rows(x) if apart else (x, weight.scales)
     launch(
         _scaled_linear_kernel,
         work.grid,

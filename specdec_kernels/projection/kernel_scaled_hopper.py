@@ -23,12 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from specdec_kernels.activation.kernel import gated
 from specdec_kernels.gluon_copies import request_copy
 from specdec_kernels.launch import launch
-from specdec_kernels.norm.types import GROUP
 from specdec_kernels.projection.configs import LinearConfig
 from specdec_kernels.projection.device import arrived, sum_of_splits, work_of
 from specdec_kernels.projection.kernel_hopper import STEP, TILE, WARPS, place_of_split, places, write
 from specdec_kernels.projection.rounding import rounded_rows
-from specdec_kernels.projection.types import Product, ScaledWeight
+from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
 _COLUMNS = 2 * TILE.value  # of a program
 _OF_CODES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [WARPS.value, 1], [1, 0]))
@@ -237,7 +236,7 @@ def launch_hopper(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     launch(
         _scaled_hopper_kernel,
         work.grid,
-        *(*(product.codes or rounded_rows(product.x)), weight.codes.view(torch.float8_e4m3fn), weight.scales),
+        *(*rounded_rows(product.x), weight.codes.view(torch.float8_e4m3fn), weight.scales),
         *(bias, out, work.part, work.ticket),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
         num_warps=WARPS.value,

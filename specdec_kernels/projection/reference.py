@@ -10,8 +10,14 @@ from specdec_kernels.activation.reference import silu_mul
 from specdec_kernels.all_reduce.reference import all_reduce_add_rms_norm, tell_numbers
 from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.norm.reference import add_rms_norm
-from specdec_kernels.norm.types import GROUP, LARGEST_CODE, LEAST_MAGNITUDE, Codes, Normed, NormInputs
-from specdec_kernels.projection.types import Product, ScaledWeight
+from specdec_kernels.norm.types import Normed, NormInputs
+from specdec_kernels.projection.types import (
+    GROUP,
+    LARGEST_CODE,
+    LEAST_MAGNITUDE,
+    Product,
+    ScaledWeight,
+)
 
 
 def dequantised(weight: ScaledWeight, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -52,24 +58,14 @@ def linear(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype 
     return result.to(torch.promote_types(product.x.dtype, out_dtype or product.x.dtype))
 
 
-def empty_codes(x: Tensor, inner: int) -> Codes | None:
-    """None: every product rounds x by itself."""
-    return None
-
-
 def linear_silu_mul(product: Product) -> Tensor:
     """silu(x gate^T) * (x up^T)."""
     return silu_mul(linear(product))
 
 
-def linear_add_rms_norm(product: Product, end: NormInputs, codes: Codes | None = None) -> Normed:
-    """The norm of x weight^T + residual, whose codes are written, too, and that sum."""
-    result = add_rms_norm(linear(product), end)
-    if codes is not None:
-        numbers, scales = rounded(result.normed)
-        codes.numbers.view(torch.uint8).copy_(numbers.view(torch.uint8).view(codes.numbers.shape))
-        codes.scales.copy_(scales.reshape(-1, scales.shape[-1]).T)
-    return result
+def linear_add_rms_norm(product: Product, end: NormInputs) -> Normed:
+    """The norm of x weight^T + residual, and that sum."""
+    return add_rms_norm(linear(product), end)
 
 
 def linear_all_reduce_add_rms_norm(product: Product, exchange: Exchange, slot: int, end: NormInputs) -> Normed:

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from specdec_kernels.norm.types import Codes
+GROUP = 128  # rows and inner elements of the blocks that have one scale in published checkpoints
+LARGEST_CODE = 448.0
+LEAST_MAGNITUDE = 1e-10  # what the largest magnitude of a group of x counts as at least, so that zeros have a scale
 
 
 class ScaledWeight(NamedTuple):
@@ -28,12 +30,11 @@ class ScaledWeight(NamedTuple):
 
 
 class Product(NamedTuple):
-    """x [..., K] times a weight [N, K], checked. `codes`: those of x, which a weight of codes may read instead."""
+    """x [..., K] times a weight [N, K], checked."""
 
     x: Tensor
     weight: Tensor | ScaledWeight
     batch_invariant: bool = False
-    codes: Codes | None = None
 
     @property
     def rows(self) -> int:

@@ -14,10 +14,8 @@ from specdec_kernels.all_reduce.reference import as_sent, packed
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import CHIPS, record_launches
 from specdec_kernels.norm import add_rms_norm
-from specdec_kernels.norm import codes as code_memory
 from specdec_kernels.projection import (
     device,
-    empty_codes,
     kernel,
     kernel_library,
     linear,
@@ -28,21 +26,8 @@ from specdec_kernels.projection import (
     reference,
     rounding,
 )
-from specdec_kernels.projection.cases import (
-    WEIGHTS,
-    argmax_inputs,
-    linear_inputs,
-    normed_inputs,
-    scaled_inputs,
-    scaled_normed_inputs,
-)
-from specdec_kernels.projection.configs import (
-    MAX_KERNEL_ROWS,
-    ROUNDED_APART_ROWS,
-    LinearConfig,
-    linear_config,
-    scaled_config,
-)
+from specdec_kernels.projection.cases import WEIGHTS, argmax_inputs, linear_inputs, normed_inputs, scaled_inputs
+from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
 from specdec_kernels.projection.types import Product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,66 +68,6 @@ def test_codes_of_x_written_before_the_product_are_those_of_the_definition(inner
     codes, scales = rounding.rounded_rows(x, multiple=4)
     expected, expected_scales = (torch.cat([part, part[-1:]]) for part in reference.rounded(x))
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8)) and torch.equal(scales.T, expected_scales)
-
-
-@pytest.mark.parametrize("rows, outer, inner", [(1, 128, 64), (5, 384, 1100), (2, 576, 300)])
-def test_a_norm_writes_the_codes_of_its_result(rows: int, outer: int, inner: int) -> None:
-    """Of one sum and of partial sums, of a last group that is not whole."""
-    inputs = scaled_normed_inputs(Maker.seeded(DEVICE, DTYPE), rows, outer, inner, float8_x=True)
-    codes = code_memory.empty_codes(inputs["x"], outer)
-    codes.scales.fill_(float("nan"))
-    result = linear_add_rms_norm(**inputs, out_codes=codes, impl="triton")
-    plain = linear_add_rms_norm(**inputs, impl="triton")
-    assert torch.equal(result.normed, plain.normed) and torch.equal(result.residual, plain.residual)
-    expected = rounding.rounded_rows(result.normed)
-    assert torch.equal(codes.numbers.view(torch.uint8), expected.numbers.view(torch.uint8))
-    assert torch.equal(codes.scales, expected.scales)
-
-
-def test_the_definition_writes_the_same_codes() -> None:
-    inputs = scaled_normed_inputs(Maker.seeded(DEVICE, DTYPE), 5, 300, 64, float8_x=True)
-    codes = code_memory.empty_codes(inputs["x"], 300)
-    expected = rounding.rounded_rows(linear_add_rms_norm(**inputs, out_codes=codes, impl="reference").normed)
-    assert torch.equal(codes.numbers.view(torch.uint8), expected.numbers.view(torch.uint8))
-    assert torch.equal(codes.scales, expected.scales)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16, 32, 64])
-@pytest.mark.parametrize("function, weight", [(linear, "8b_qkv"), (linear_silu_mul, "8b_gate_up")])
-def test_a_product_reads_the_codes_that_it_is_given(function: Any, weight: str, rows: int) -> None:
-    inputs = scaled_inputs(Maker.seeded("cuda", torch.bfloat16), rows, *WEIGHTS[weight], float8_x=True)
-    if (codes := empty_codes(inputs["x"], inputs["x"].shape[-1])) is None:
-        pytest.skip("the chip does not multiply codes")
-    rounding.round_rows(inputs["x"], codes)
-    assert torch.equal(function(**inputs, x_codes=codes), function(**inputs))
-    codes.scales.zero_()
-    reads = rows > ROUNDED_APART_ROWS or torch.cuda.get_device_capability()[0] == 9
-    assert torch.equal(function(**inputs, x_codes=codes), torch.zeros_like(function(**inputs))) == reads
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(numbers=torch.zeros(3, 64, dtype=torch.uint8)), r"x_codes.numbers: expected shape \[3, 300\]"),
-        (dict(scales=torch.zeros(3, 3)[:, :2]), r"x_codes.scales: expected shape \[3, 3\], got \[3, 2\]"),
-        (dict(numbers=torch.zeros(3, 300)), "x_codes.numbers: expected dtype"),
-    ],
-)
-def test_bad_codes_are_named(change: dict[str, Any], message: str) -> None:
-    inputs = scaled_inputs(Maker.seeded("cpu"), 3, 264, 300)
-    codes = code_memory.empty_codes(inputs["x"], 300)._replace(**change)
-    with pytest.raises(ValueError, match=message):
-        linear(**inputs, x_codes=codes)
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-def test_memory_for_codes_is_given_where_they_are_read(chip: str) -> None:
-    with record_launches(chip):
-        few, many = (empty_codes(torch.empty(rows, 8), 300) for rows in (64, 65))
-    assert many is None and (few is not None) == (chip in ("sm90", "sm100"))
-    if few is not None:
-        assert few.numbers.shape == (64, 300) and few.scales.shape == (3, 64)
 
 
 @pytest.mark.parametrize("chip", CHIPS)

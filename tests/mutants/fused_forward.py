@@ -6,12 +6,8 @@ from functools import partial
 
 from tests.mutants.mutant import bugs_in, parity
 
-_codes = bugs_in("specdec_kernels/norm/codes.py")
 _norm = bugs_in("specdec_kernels/norm/kernel.py")
 _activation = bugs_in("specdec_kernels/activation/kernel.py")
-_CODES_OF_A_MODEL = (
-    "tests/algorithms/models/test_scaled_linear.py::test_norms_write_the_codes_that_the_next_products_read"
-)
 _projection = bugs_in("specdec_kernels/projection/kernel.py")
 _device = bugs_in("specdec_kernels/projection/device.py")
 _scaled = bugs_in("specdec_kernels/projection/kernel_scaled.py")
@@ -71,9 +67,9 @@ MUTANTS = (
         _case("float8_x_odd"),
         "sums of codes are not multiplied by the scales of x",
     ),
-    _codes(
+    _scaled(
         "codes_of_x_beyond_the_largest",
-        "wide * tl.expand_dims(tl.div_rn({{_LARGEST -> 2 * _LARGEST}}, largest), AXIS)",
+        "wide * tl.div_rn({{_LARGEST -> 2 * _LARGEST}}, largest)[None]",
         _case("float8_x_splits"),
         "the largest numbers of a group are cut off",
     ),
@@ -174,18 +170,6 @@ MUTANTS = (
         "for layer in layers[{{1: -> :-1}}]), norm]",
         ("tests/algorithms/models/test_fusion.py::test_both_forwards_agree[qwen3-reference]",),
         "the norm at the end of a layer has the weights of the layer itself",
-    ),
-    _decoder(
-        "codes_of_another_norm",
-        "start = layer.fused(index, start, mixer, end, {{codes, written -> written, written}})",
-        (_CODES_OF_A_MODEL,),
-        "a product reads codes that its layer has not written yet",
-    ),
-    _norm(
-        "codes_before_the_norm",
-        "groups = tl.reshape({{normed -> x}}, (GROUPS, _GROUP))",
-        (f"{_TESTS}::test_a_norm_writes_the_codes_of_its_result",),
-        "the next product multiplies the residual stream",
     ),
     _layers(
         "packed_in_another_order",

@@ -233,16 +233,8 @@ class Experts(MLP):
         return kernels.expert_mlp(*arguments, impl=self._impl_of(x)).view_as(x)
 
     def ended(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        following: RMSNorm,
-        closing: RMSNorm | None,
-        real: Tensor | None,
-        x_codes: kernels.Codes | None = None,
-        out_codes: kernels.Codes | None = None,
+        self, x: Tensor, residual: Tensor, following: RMSNorm, closing: RMSNorm | None, real: Tensor | None
     ) -> kernels.Normed:
-        assert x_codes is out_codes is None
         if closing is not None:
             return super().ended(x, residual, following, closing, real)
         rows = x.reshape(-1, x.shape[-1]).contiguous()

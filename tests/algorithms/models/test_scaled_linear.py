@@ -21,10 +21,8 @@ from algorithms.models.loading.target import check_weight_dtype
 from algorithms.models.packing import packed
 from algorithms.models.scaled_linear import ScaledLinear, WeightFormat, quantised_blocks
 from algorithms.parallel.shares import check_shareable
-from specdec_kernels.norm import codes
-from specdec_kernels.projection import kernel, reference, rounding
+from specdec_kernels.projection import reference
 from specdec_kernels.projection.reference import dequantised as of_record
-from specdec_kernels.projection.types import Product
 from tests.algorithms.layer_kinds import EXPERTS
 from tests.algorithms.scaled_folders import (
     BLOCKS,
@@ -163,29 +161,6 @@ def test_an_unquantised_folder_is_quantised_as_it_is_loaded(tmp_path: Path) -> N
         assert torch.equal(model.state_dict()[name], written[name])
     loaded = load_target(tmp_path, "cpu", torch.float32).model
     assert not any(isinstance(part, ScaledLinear) for part in loaded.modules())
-
-
-def test_norms_write_the_codes_that_the_next_products_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a chip that multiplies codes: all but the first layer's queries, keys and values, and what no norm is
-    read by."""
-    write_target(tmp_path, scaled_config())
-    model, tokens = load_target(tmp_path, "cpu", torch.float32, "fp8").model, torch.arange(9)[None]
-    model.set_forward("triton")
-    takes, read = kernel.takes, []
-
-    def seen(product: Product) -> bool:
-        if product.codes is not None:
-            expected = rounding.rounded_rows(product.x)
-            read.append(all(torch.equal(own, its) for own, its in zip(product.codes, expected, strict=True)))
-        return takes(product)
-
-    with torch.inference_mode():
-        plain = logits_of(model, tokens)
-        monkeypatch.setattr(kernel, "takes", seen)
-        monkeypatch.setattr(kernel, "empty_codes", codes.empty_codes)
-        assert torch.equal(logits_of(model, tokens), plain)
-    layers = model.config.num_layers
-    assert read == [True] * (layers + layers - 1)
 
 
 def test_a_stored_float8_folder_is_not_quantised_again(tmp_path: Path) -> None:
