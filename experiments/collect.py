@@ -13,21 +13,19 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from experiments.app.atomic_write import write_whole
 from experiments.app.cli import assign, report
 from experiments.app.errors import UserError, unknown_key_message
 from experiments.app.provenance import short_revision
 from experiments.app.streams import write_plain_characters
-from experiments.report import html_page as pages
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
 from experiments.report.json_log import json_lines
 from experiments.report.tables import DASH, Column, console_table, csv_text, html_table, markdown, words
+from experiments.report.templates import html, section
 from experiments.sweep.figures import over
 from experiments.sweep.folder import DONE, STATE, SweepFolder
 from experiments.sweep.frame import WHERE, Line, best_lines, chosen_metrics, distinct, numbers, numeric, read
@@ -145,7 +143,7 @@ def _figure(lines: Sequence[Line], keys: Sequence[str], metrics: Sequence[str], 
         raise UserError(f"{x} has no numbers, and an axis needs them; numbers: {', '.join(axes) or 'none'}")
     x = x or next(iter(axes), "")
     drawn = over(done, keys, x, metrics[0]) if x and metrics else ""
-    return pages.section(f"{words(metrics[0])} over {x}", f"<figure>{drawn}</figure>") if drawn else ""
+    return section(f"{words(metrics[0])} over {x}", drawn) if drawn else ""
 
 
 def _page(title: str, lines: Sequence[Line], columns: Sequence[Column], best: str, figure: str, out: Path) -> str:
@@ -153,19 +151,17 @@ def _page(title: str, lines: Sequence[Line], columns: Sequence[Column], best: st
     chosen = [line for line in lines if "best" in line]
     shown = [column for column in columns if column.title != "best"]
     reports = {line["report"]: line["job"] for line in lines if Path(line.get("report", "")).is_file()}
-    links = (
-        f'<a href="{escape(quote(os.path.relpath(path, out)))}">{escape(job)}</a>' for path, job in reports.items()
-    )
+    links = {os.path.relpath(path, out): job for path, job in reports.items()}
     parts = [
-        *(f"<p class=note>{escape(note)}</p>" for note in _notes(lines)),
-        pages.section(best, html_table(shown, chosen)) if chosen else "",
+        *(html("note", note) for note in _notes(lines)),
+        section(best, html_table(shown, chosen)) if chosen else "",
         figure,
-        pages.section("Jobs", html_table([Column("job", lambda line: line["job"], numeric=False), *columns], lines)),
-        pages.section("Reports of the jobs", " · ".join(links)),
+        section("Jobs", html_table([Column("job", lambda line: line["job"], numeric=False), *columns], lines)),
+        section("Reports of the jobs", html("links", links)),
     ]
     machines, revisions = (list(map(str, distinct(lines, name))) for name in WHERE)
     places = [*machines, *(f"revision {short_revision(revision)}" for revision in revisions)]
-    return pages.page(f"sweep {title}", "; ".join(places), parts)
+    return html("page", f"sweep {title}", "; ".join(places), parts)
 
 
 def _notes(lines: Sequence[Line]) -> list[str]:

@@ -3,10 +3,11 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import sqrt
 from statistics import fmean
 from typing import NamedTuple
+
+from markupsafe import Markup
 
 from experiments.report import tables
 from experiments.report.intervals import interval
@@ -88,9 +89,9 @@ def markdown(pivots: Sequence[Pivot]) -> str:
 
 def html(pivots: Sequence[Pivot]) -> str:
     """As `markdown`, for a page."""
-    titles = (f"<p>{escape(f'{each.title} ({each.figure_names})')}</p>" for each in pivots)
+    titles = (Markup("<p>{}</p>").format(f"{each.title} ({each.figure_names})") for each in pivots)
     blocks = (title + tables.html_table(*_table(each)) for title, each in zip(titles, pivots, strict=True))
-    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", "".join(blocks))
+    return Markup(re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", "".join(blocks)))
 
 
 def _table(pivot: Pivot) -> tuple[list[Column], list[Result]]:

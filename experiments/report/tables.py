@@ -12,7 +12,6 @@ import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from textwrap import wrap
 from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -21,6 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from experiments.report.json_log import to_json
+from experiments.report.templates import html
 
 Result = Mapping[str, Any]  # one line of a table. The tasks declare their keys.
 DASH = "–"
@@ -152,18 +152,7 @@ def markdown(columns: Sequence[Column], results: Sequence[Result]) -> str:
 
 
 def html_table(columns: Sequence[Column], results: Sequence[Result]) -> str:
-    columns = with_values(columns, results)
-
-    def cell(tag: str, column: Column, content: str, tone: str | None = None) -> str:
-        classes = " ".join(filter(None, ["" if column.numeric else "text", tone]))
-        return f'<{tag} class="{classes}">{escape(content)}</{tag}>' if classes else f"<{tag}>{escape(content)}</{tag}>"
-
-    head = "".join(cell("th", column, column.title) for column in columns)
-    body = "".join(
-        "<tr>" + "".join(cell("td", column, column.show(each), column.tone(each)) for column in columns) + "</tr>"
-        for each in results
-    )
-    return f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>"
+    return html("table", with_values(columns, results), results)
 
 
 def csv_text(results: Sequence[Result]) -> str:

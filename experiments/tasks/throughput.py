@@ -13,11 +13,11 @@ from itertools import pairwise
 from algorithms.engine.request import Completion, Request
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
-from experiments.report.html_page import section
 from experiments.report.metrics import THROUGHPUT, ThroughputResult
 from experiments.report.plots import Series, chart
 from experiments.report.summarize import quantiles
 from experiments.report.tables import Result
+from experiments.report.templates import section
 from experiments.tasks.base import Task
 
 

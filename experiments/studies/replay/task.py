@@ -12,9 +12,10 @@ from typing import Annotated
 
 from algorithms.algorithm import Algorithm
 from experiments.app.errors import UserError, user_errors
-from experiments.report.html_page import acceptance_lines, section
+from experiments.report.html_page import acceptance_lines
 from experiments.report.metrics import AcceptanceFigures
 from experiments.report.tables import Metric, Result, columns
+from experiments.report.templates import section
 from experiments.studies.replay.recorder import Recorded, read_trace, score
 from experiments.studies.replay.steps import Drafts, all_steps, perfect, summary
 from experiments.tasks.base import Task

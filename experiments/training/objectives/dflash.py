@@ -68,7 +68,6 @@ from experiments.training.objectives.drafter import (
     DrafterObjective,
     DrafterTraining,
     Setting,
-    channel_scales,
     draft_decoder,
     leading_hits,
 )
@@ -259,26 +258,18 @@ class BlockObjective(DrafterObjective):
     model: DFlashDrafter
 
     def __init__(self, drafter: DFlashDrafter, setting: Setting, blocks: BlockSettings) -> None:
-        super().__init__(drafter, setting)
-        self.target, self.shape, self.blocks = setting.target.model, drafter.config, blocks
-        self.draft_len = self.shape.num_drafts(self.shape.block_size)
+        self.shape, self.blocks = drafter.config, blocks
+        super().__init__(drafter, setting, self.shape.num_drafts(self.shape.block_size))
         self.compares = blocks.token_share < 1 or drafter.confidence_head is not None
-        length = self.target.config.max_position_embeddings
-        self.causal = DenseMixer(self.target.config, length, self.device)
-        self.table = rope_table(self.shape.decoder, length + self.shape.block_size, self.device)
-        sample = self.training.sample()
-        self.scales = channel_scales(self.read_target(sample.tokens)[1], sample)
-
-    def hf_config(self) -> dict[str, Any]:
-        return self.shape.to_hf()
+        self.causal = DenseMixer(self.target.config, self.length, self.device)
+        self.table = rope_table(self.shape.decoder, self.length + self.shape.block_size, self.device)
+        self.scales = self.channel_scales()
 
     def methods(self) -> dict[str, Any]:
         return {f"block_{self.shape.block_size}": DFlash.Config(), "tree_32": DFlash.Config(topk=8, num_nodes=32)}
 
     @torch.no_grad()
     def read_target(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The target's final hidden states, and its features at each layer that the drafter reads, `[B, T, hidden]`
-        each."""
         ids = self.shape.target_layer_ids
         hidden, features = self.target(tokens, self.causal, ids)
         is_last = ids[-1] == self.shape.num_target_layers - 1

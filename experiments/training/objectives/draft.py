@@ -82,16 +82,12 @@ class DistillObjective(DrafterObjective):
     model: Decoder
 
     def __init__(self, draft: Decoder, setting: Setting, settings: DistillSettings) -> None:
-        super().__init__(draft, setting)
-        self.target, self.settings, self.draft_len = setting.target.model, settings, settings.draft_len
-        length = self.target.config.max_position_embeddings
-        self.mixers = {model: DenseMixer(model.config, length, self.device) for model in (self.target, draft)}
+        super().__init__(draft, setting, settings.draft_len)
+        self.settings = settings
+        self.mixers = {model: DenseMixer(model.config, self.length, self.device) for model in (self.target, draft)}
 
     def _logits(self, model: Decoder, tokens: Tensor) -> Tensor:
         return model.logits(model(tokens, self.mixers[model])[0])
-
-    def hf_config(self) -> dict[str, Any]:
-        return self.model.config.to_hf()
 
     def methods(self) -> dict[str, Any]:
         return {f"chain_{self.draft_len}": Standalone.Config(steps=self.draft_len)}

@@ -48,7 +48,6 @@ from experiments.training.objectives.drafter import (
     DrafterObjective,
     DrafterTraining,
     Setting,
-    channel_scales,
     draft_decoder,
     leading_hits,
 )
@@ -246,17 +245,14 @@ class ChainObjective(DrafterObjective):
         chain: ChainSettings,
         algorithm: type[Eagle.Config] | type[MTP.Config],
     ) -> None:
-        super().__init__(drafter, setting)
-        self.title, self.target, self.chain, self._algorithm = title, setting.target.model, chain, algorithm
-        self.draft_len = chain.steps
-        length = self.target.config.max_position_embeddings
-        self.mixer = DenseMixer(self.target.config, length, self.device)
-        self.table = rope_table(drafter.config.decoder, length + chain.steps, self.device)
+        super().__init__(drafter, setting, chain.steps)
+        self.title, self.chain, self._algorithm = title, chain, algorithm
+        self.mixer = DenseMixer(self.target.config, self.length, self.device)
+        self.table = rope_table(drafter.config.decoder, self.length + chain.steps, self.device)
         self._learn_vocabulary()
-        sample = self.training.sample()
         # An MTP head norms the feature instead.
         if FEATURE_WEIGHT in drafter.state_dict():
-            self.scales = channel_scales(self.read_target(sample.tokens)[1], sample)
+            self.scales = self.channel_scales()
 
     def start_from(self, folder: Path) -> None:
         super().start_from(folder)
@@ -269,9 +265,6 @@ class ChainObjective(DrafterObjective):
         self.known[vocabulary] = True
         head = self.target.lm_head or self.target.model.embed_tokens
         self.head_rows = head.weight.detach()[vocabulary]  # [draft vocabulary, hidden]
-
-    def hf_config(self) -> dict[str, Any]:
-        return self.model.config.to_hf()
 
     def methods(self) -> dict[str, Any]:
         """A chain and a tree as long as the unrolled ones, and the short chain that engines serve by default."""
@@ -294,7 +287,6 @@ class ChainObjective(DrafterObjective):
 
     @torch.no_grad()
     def read_target(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The target's final hidden states, and the features that the head reads, `[B, T, hidden]` each."""
         return self.target(tokens, self.mixer, self.model.target_layers)
 
     def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator, progress: float = 1.0) -> Tensor:
