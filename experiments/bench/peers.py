@@ -49,6 +49,12 @@ class Unavailable(Exception):
     """Why a peer cannot be compared on a case."""
 
 
+def _expect_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise Unavailable("runs on a GPU only")
+
+
+@cache
 def load_library(package: str, pattern: str) -> None:
     """Load the library of `package` whose file name matches `pattern`, without importing the package.
 
@@ -56,16 +62,6 @@ def load_library(package: str, pattern: str) -> None:
         Unavailable: it is not there, or cannot be loaded.
     """
     _expect_gpu()
-    _load(package, pattern)
-
-
-def _expect_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise Unavailable("runs on a GPU only")
-
-
-@cache
-def _load(package: str, pattern: str) -> None:
     named, spec = os.environ.get(FOLDER_VARIABLE), find_spec(package)
     installed = (spec.submodule_search_locations if spec is not None else None) or []
     folders = [Path(folder) for folder in (named, *installed) if folder]

@@ -8,29 +8,28 @@ from typing import Annotated, Any, TypedDict
 
 from experiments.report.tables import DASH, Metric, Result, columns, figure, joined
 
+Number = float | None  # None where there is nothing to measure
+
 
 class Quantiles(TypedDict):
-    p50: float | None
-    p90: float | None
+    p50: Number
+    p90: Number
 
 
 class StepTime(TypedDict):
     """Milliseconds of a step: mean, median, 20 % and 80 % quantile."""
 
-    mean: Annotated[
-        float | None,
-        Metric("Mean time of a step; after a prefill batch it includes the wait for that.", "ms/step", digits=2),
-    ]
-    median: float | None
+    mean: Annotated[Number, Metric("Mean time of a step, and of its wait for a prefill batch.", "ms/step", digits=2)]
+    median: Number
     p20: Annotated[
-        float | None,
+        Number,
         Metric(
-            "The 20 % and 80 % quantiles of the time of a step.",
+            "20 % and 80 % quantiles of the time of a step.",
             "ms/step 20–80%",
             show=lambda result: joined(result, "step_ms/p20", "step_ms/p80", digits=2, by="–"),
         ),
     ]
-    p80: float | None
+    p80: Number
 
 
 class AcceptanceCounts(TypedDict):
@@ -49,10 +48,10 @@ class Difference(TypedDict, total=False):
     turn: int
     token: int | None
     baseline_token: int | None
-    logit: float | None
-    baseline_logit: float | None
-    gap: float | None
-    bound: float | None
+    logit: Number
+    baseline_logit: Number
+    gap: Number
+    bound: Number
     numerical_tie: bool
 
 
@@ -77,12 +76,11 @@ class Prediction(TypedDict):
     """speedup_decode = predicted × occupancy × kept, and predicted = tokens_per_step / step_time_ratio."""
 
     predicted: Annotated[
-        float | None,
-        Metric("Decode speedup that tokens/step and mean step times predict.", "predicted", digits=2, unit="×"),
+        Number, Metric("Decode speedup that tokens/step and step times predict.", "predicted", digits=2, unit="×")
     ]
-    step_time_ratio: Annotated[float | None, Metric("Mean time of a step over the baseline's.")]
-    occupancy: Annotated[float | None, Metric("Requests in a step over the baseline's.")]
-    kept: Annotated[float | None, Metric("Share of produced tokens that are output, over the baseline's.")]
+    step_time_ratio: Annotated[Number, Metric("Mean time of a step over the baseline's.")]
+    occupancy: Annotated[Number, Metric("Requests in a step over the baseline's.")]
+    kept: Annotated[Number, Metric("Share of produced tokens that are output, over the baseline's.")]
 
 
 class RoundRates(TypedDict):
@@ -102,19 +100,13 @@ class AcceptanceFigures(TypedDict):
     output_tokens: Annotated[int, Metric("Output tokens of all requests.")]
     row_steps: Annotated[int, Metric("Steps times the requests in them.", "steps", digits=0)]
     tokens_per_step: Annotated[
-        float | None,
-        Metric(
-            "Mean of accepted drafts plus the bonus token, pooled over all steps of all requests; the field also calls "
-            "it the acceptance length. ± takes requests as independent, from four on.",
-            "tokens/step",
-            digits=2,
-        ),
+        Number, Metric("Mean of accepted drafts plus the bonus token (acceptance length).", "tokens/step", digits=2)
     ]
     tokens_per_step_interval: list[float] | None
     num_accepted_histogram: Annotated[list[int], Metric("Entry k: steps that accepted exactly k drafts.")]
     acceptance: Annotated[AcceptanceCounts, Metric("Steps that reached each draft position, by what became of it.")]
     acceptance_at: Annotated[
-        list[float | None],
+        list[Number],
         Metric(
             "Of the steps that reached a draft position and had a draft there, the share that accepted it.",
             "acceptance % at 1…6",
@@ -128,29 +120,20 @@ class Times(TypedDict):
     """Times of the rounds of a decoding. Rates are pooled over the rounds, sums are means over them."""
 
     decode_tokens_per_s: Annotated[
-        float | None,
-        Metric(
-            "Output tokens over the time of the steps, all rounds together; prefill and scheduling are outside. ± is "
-            "the half-width of the 95 % interval over rounds.",
-            "decode tokens/s",
-        ),
+        Number, Metric("Output tokens over the time of the steps, without prefill and scheduling.", "decode tokens/s")
     ]
     wall_tokens_per_s: Annotated[
-        float | None,
-        Metric(
-            "Output tokens over the time from the first request to the last token, prefill included.", "wall tokens/s"
-        ),
+        Number, Metric("Output tokens over the time from the first request to the last token.", "wall tokens/s")
     ]
     decode_tokens_per_s_interval: list[float] | None
     wall_tokens_per_s_interval: list[float] | None
     rounds: Annotated[RoundRates, Metric("The rate of each round.")]
-    request_tokens_per_s: Annotated[float | None, Metric("Output tokens of a request over its time; the median.")]
+    request_tokens_per_s: Annotated[Number, Metric("Output tokens of a request over its time; the median.")]
     num_steps: Annotated[int, Metric("Steps of the engine in the first round.")]
     experts: Annotated[
         dict[str, float] | None,
         Metric(
-            "Of a target with experts: those of a layer that a step touches, of how many, rows of a step, and touched "
-            "experts for each row, in the first round.",
+            "Experts of a layer that a step touches, of how many, with rows of a step, in the first round.",
             "experts/step",
             show=lambda result: joined(result, "experts/touched_per_step", "experts/num_experts", digits=0, by="/"),
         ),
@@ -158,7 +141,7 @@ class Times(TypedDict):
     ttft_ms: Annotated[
         Quantiles,
         Metric(
-            "Median and 90 % quantile of the time from the start of a request to its first token.",
+            "Median and 90 % quantile of the time to the first token of a request.",
             "first token ms p50/p90",
             show=lambda result: joined(result, "ttft_ms/p50", "ttft_ms/p90", digits=1, by="/"),
         ),
@@ -182,7 +165,7 @@ class Counts(AcceptanceFigures):
     num_parsed: Annotated[
         int,
         Metric(
-            "Complete outputs of their grammar, over requests that have one; a truncated output is not complete.",
+            "Complete outputs of their grammar, over requests that have one.",
             "parsed",
             show=lambda r: f"{r['num_parsed']}/{r['num_constrained']}" if r.get("num_constrained") else DASH,
         ),
@@ -191,13 +174,7 @@ class Counts(AcceptanceFigures):
     num_accepted: Annotated[int, Metric("Accepted drafts.")]
     num_drafted: Annotated[int, Metric("Drafted tokens; every node of a tree but its root is one.")]
     acceptance_rate: Annotated[
-        float | None,
-        Metric(
-            "Accepted drafts over all drafted tokens, as vLLM defines it; every node of a tree counts as drafted.",
-            "accepted / drafted",
-            scale=100,
-            unit="%",
-        ),
+        Number, Metric("Accepted drafts over all drafted tokens (vLLM).", "accepted / drafted", scale=100, unit="%")
     ]
     finish_reasons: Annotated[dict[str, int], Metric("Reason for the end of a request, and number of requests.")]
 
@@ -250,10 +227,7 @@ class MethodResult(Counts, Times):
     num_timed_rounds: Annotated[int, Metric("Rounds that times are taken from: decoded whole by one process.")]
     differing_rounds: Annotated[int, Metric("Rounds with other outputs than the first.")]
     accuracy: Annotated[
-        float | None,
-        Metric(
-            "Right answers over right and wrong ones; truncated answers count as neither.", "accuracy", show=_accuracy
-        ),
+        Number, Metric("Right answers over right and wrong ones, truncated ones aside.", "accuracy", show=_accuracy)
     ]
     answers: Annotated[Answers | None, Metric("Numbers of right, wrong and truncated (`cut`) answers.")]
     compiled: Annotated[
@@ -276,10 +250,10 @@ class MethodResult(Counts, Times):
         ),
     ]
     speedup_decode: Annotated[
-        float | None, Metric("Decode tokens/s over autoregressive decoding's.", "decode speedup", digits=2, unit="×")
+        Number, Metric("Decode tokens/s over autoregressive decoding's.", "decode speedup", digits=2, unit="×")
     ]
     speedup_wall: Annotated[
-        float | None, Metric("Wall tokens/s over autoregressive decoding's.", "wall speedup", digits=2, unit="×")
+        Number, Metric("Wall tokens/s over autoregressive decoding's.", "wall speedup", digits=2, unit="×")
     ]
     speedup_decode_interval: list[float] | None
     speedup_wall_interval: list[float] | None

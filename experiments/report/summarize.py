@@ -9,16 +9,8 @@ import numpy as np
 
 from algorithms.engine.request import Completion
 from algorithms.engine.session import Generation
+from experiments.report import metrics
 from experiments.report.intervals import interval, ratio_interval, wilson
-from experiments.report.metrics import (
-    AcceptanceCounts,
-    AcceptanceFigures,
-    Counts,
-    Difference,
-    Lossless,
-    Prediction,
-    Times,
-)
 
 Score = Callable[[int, str], bool]
 Look = Callable[[int, Mapping[str, Any]], dict[str, Any]]
@@ -36,7 +28,7 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or not denominator else numerator / denominator
 
 
-def acceptance_by_position(steps: Sequence[tuple[int, bool]], max_depth: int) -> AcceptanceCounts:
+def acceptance_by_position(steps: Sequence[tuple[int, bool]], max_depth: int) -> metrics.AcceptanceCounts:
     """Entry i counts the steps that reached draft i + 1. A step is (accepted drafts, whether the accepted path ended
     where nothing was drafted)."""
     ends = Counter(steps)
@@ -50,7 +42,7 @@ def acceptance_by_position(steps: Sequence[tuple[int, bool]], max_depth: int) ->
 
 def acceptance_figures(
     steps: Sequence[tuple[int, bool]], produced: Sequence[int], num_steps: Sequence[int], output_tokens: int, depth: int
-) -> AcceptanceFigures:
+) -> metrics.AcceptanceFigures:
     """Figures of `steps` as `acceptance_by_position` takes them; `produced` tokens and `num_steps` are by request."""
     positions, accepted = acceptance_by_position(steps, depth), Counter(count for count, _ in steps)
     drafted = [(yes, yes + no) for yes, no in zip(positions["accepted"], positions["rejected"], strict=True)]
@@ -67,7 +59,7 @@ def acceptance_figures(
     }
 
 
-def summarize_outputs(completions: Sequence[Completion], max_depth: int) -> Counts:
+def summarize_outputs(completions: Sequence[Completion], max_depth: int) -> metrics.Counts:
     """Figures of one decoding of all requests that do not depend on a clock."""
     steps = [step for c in completions for step in zip(c.accepted_counts, c.ran_out, strict=True)]
     num_steps = [len(c.accepted_counts) for c in completions]
@@ -91,7 +83,7 @@ def summarize_outputs(completions: Sequence[Completion], max_depth: int) -> Coun
     }
 
 
-def summarize_times(rounds: Sequence[Generation]) -> Times:
+def summarize_times(rounds: Sequence[Generation]) -> metrics.Times:
     """The times of decodings of the same requests: rates are pooled, sums are means over the rounds."""
 
     def mean(values: Sequence[float]) -> float:
@@ -147,7 +139,7 @@ def against_baseline(result: Mapping[str, Any], baseline: Mapping[str, Any]) -> 
     return found | {"prediction": predict_speedup(result, baseline)}
 
 
-def predict_speedup(method: Mapping[str, Any], baseline: Mapping[str, Any]) -> Prediction:
+def predict_speedup(method: Mapping[str, Any], baseline: Mapping[str, Any]) -> metrics.Prediction:
     """The decode speedup that tokens per step and step times predict, and the factors between it and the measured one.
 
     predicted = tokens_per_step / step_time_ratio, where the ratio is of mean step times. Exactly,
@@ -177,7 +169,7 @@ def lossless(
     baseline: Sequence[Completion] | None,
     look: Look | None = None,
     ties_possible: bool = True,
-) -> Lossless:
+) -> metrics.Lossless:
     """How many requests have exactly the tokens of the baseline, and where the first that differs does so.
     `look(index, difference)` adds the logits at a difference and says whether it is a numerical tie. The reported
     difference is the first that is no tie, else the first. Without `ties_possible` only the first is looked at."""
@@ -196,7 +188,7 @@ def lossless(
     }
 
 
-def first_difference(ours: Completion, plain: Completion) -> Difference:
+def first_difference(ours: Completion, plain: Completion) -> metrics.Difference:
     """The first position at which two token sequences differ; a token is None where its sequence has ended."""
     pairs = zip(ours.token_ids, plain.token_ids, strict=False)
     shorter = min(len(ours.token_ids), len(plain.token_ids))

@@ -215,7 +215,7 @@ def test_a_library_is_found_in_the_named_folder(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "sm90" / "common_ops.abi3.so").write_bytes(b"no library")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv(peers.FOLDER_VARIABLE, str(tmp_path))
-    peers._load.cache_clear()
+    peers.load_library.cache_clear()
     with pytest.raises(peers.Unavailable, match="common_ops.abi3.so cannot be loaded: .*(too short|invalid)"):
         peers.load_library("sgl_kernel", "common_ops*.so")
 

@@ -98,7 +98,18 @@ def test_report_is_well_formed_and_runs_nothing_of_a_prompt() -> None:
 
 def test_report_holds_the_figures_and_every_text() -> None:
     page = page_of([BASELINE, METHOD], REQUESTS, {"sampling": {"seed": 3}})
-    for shown in ("3.00", "2.50×", "1,234.5", "2/2", "50%", "autoregressive", "prompt 0", "answer 1", "90 %", "seed: 3"):
+    for shown in (
+        "3.00",
+        "2.50×",
+        "1,234.5",
+        "2/2",
+        "50%",
+        "autoregressive",
+        "prompt 0",
+        "answer 1",
+        "90 %",
+        "seed: 3",
+    ):
         assert shown in page, shown
     assert "say nothing about a GPU" in page
     assert "say nothing about a GPU" not in page_of([METHOD], REQUESTS, {}, device="cuda", impl="triton")

@@ -157,7 +157,10 @@ def open_prompts(kind: KindSettings, tokenizer: Tokenizer, seed: int, validation
 
 
 def _arithmetic(kind: KindSettings, tokenizer: Tokenizer, rng: random.Random, validation: int) -> Splits:
-    splits = [problems(rng.random(), count, split) for split, count in (("heldout", validation), ("train", kind.count))]
+    splits = [
+        problems(rng.randrange(1 << 31), count, split)
+        for split, count in (("heldout", validation), ("train", kind.count))
+    ]
     held_out, training = ([_encoded(problem.question, kind, tokenizer) for problem in each] for each in splits)
     return training, held_out
 
