@@ -59,10 +59,9 @@ def _output_warnings(result: Mapping[str, Any]) -> list[str]:
         why = "the drafter is probably wired wrongly, or was trained for another target"
         found.append(f"only {first:.1%} of first drafts were accepted: {why}")
     if unparsed := result.get("num_constrained", 0) - result.get("num_parsed", 0):
-        found.append(
-            f"no complete output of the grammar: {unparsed} of {result['num_constrained']} outputs; "
-            f"truncated by sampling.max_new_tokens: {result['num_cut']}"
-        )
+        outputs = f"{unparsed} of {result['num_constrained']} outputs"
+        cut = f"truncated by sampling.max_new_tokens: {result['num_cut']}"
+        found.append(f"no complete output of the grammar: {outputs}; {cut}")
     return found
 
 
@@ -107,10 +106,8 @@ def warnings_of_all(results: Labelled) -> list[str]:
         found.append(f"answers truncated by sampling.max_new_tokens do not count in accuracy ({several(cut)})")
     rates = [(label, (result.get("rounds") or {}).get("decode_tokens_per_s", [])) for label, result in results]
     if wide := [f"{label}: {spread(each):.0%}" for label, each in rates if spread(each) > LARGEST_SPREAD]:
-        found.append(
-            f"decode tokens/s differ by more than {LARGEST_SPREAD:.0%} of their mean between rounds "
-            f"({several(wide)}): end other programs on the machine, or raise task.repeats"
-        )
+        more = f"decode tokens/s differ by more than {LARGEST_SPREAD:.0%} of their mean between rounds"
+        found.append(f"{more} ({several(wide)}): end other programs on the machine, or raise task.repeats")
     return found
 
 

@@ -6,7 +6,7 @@ from the declaration.
 
 from typing import Annotated, Any, TypedDict
 
-from experiments.report.tables import DASH, Metric, Result, columns, figure, joined
+from experiments.report.tables import DASH, Metric, Result, columns, figure
 
 Number = float | None  # None where there is nothing to measure
 
@@ -21,14 +21,7 @@ class StepTime(TypedDict):
 
     mean: Annotated[Number, Metric("Mean time of a step, and of its wait for a prefill batch.", "ms/step", digits=2)]
     median: Number
-    p20: Annotated[
-        Number,
-        Metric(
-            "20 % and 80 % quantiles of the time of a step.",
-            "ms/step 20–80%",
-            show=lambda result: joined(result, "step_ms/p20", "step_ms/p80", digits=2, by="–"),
-        ),
-    ]
+    p20: Number
     p80: Number
 
 
@@ -135,18 +128,20 @@ class Times(TypedDict):
         Metric(
             "Experts of a layer that a step touches, of how many, with rows of a step, in the first round.",
             "experts/step",
-            show=lambda result: joined(result, "experts/touched_per_step", "experts/num_experts", digits=0, by="/"),
+            digits=0,
+            parts=("touched_per_step", "num_experts"),
         ),
     ]
     ttft_ms: Annotated[
         Quantiles,
         Metric(
-            "Median and 90 % quantile of the time to the first token of a request.",
-            "first token ms p50/p90",
-            show=lambda result: joined(result, "ttft_ms/p50", "ttft_ms/p90", digits=1, by="/"),
+            "Median and 90 % quantile of the time to the first token.", "first token ms p50/p90", parts=("p50", "p90")
         ),
     ]
-    step_ms: StepTime
+    step_ms: Annotated[
+        StepTime,
+        Metric("20 % and 80 % quantiles of the time of a step.", "ms/step p20/p80", digits=2, parts=("p20", "p80")),
+    ]
     prefill_ms: Annotated[float, Metric("Time of prefill. In steps with mixed prefill: what the prompts add.")]
     decode_ms: Annotated[float, Metric("Time of all steps (the decode clock).")]
     wall_ms: Annotated[float, Metric("Time of the whole call (the wall clock).")]
@@ -270,15 +265,16 @@ class ThroughputResult(MethodResult):
         Metric(
             "Median and 90 % quantile, over tokens, of the time of a step divided by its tokens.",
             "between tokens ms p50/p90",
-            show=lambda result: joined(result, "inter_token_ms/p50", "inter_token_ms/p90", digits=2, by="/"),
+            digits=2,
+            parts=("p50", "p90"),
         ),
     ]
 
 
 _OUTPUTS = ("accuracy", "num_cut", "num_parsed", "compiled")
-_WIDE = ("acceptance_rate", "step_ms/p20", "num_cut", "num_parsed", "compiled")
+_WIDE = ("acceptance_rate", "step_ms", "num_cut", "num_parsed", "compiled")
 GENERATE = columns(
-    MethodResult, "method", "decode_tokens_per_s", "wall_tokens_per_s", "step_ms/mean", "step_ms/p20",
+    MethodResult, "method", "decode_tokens_per_s", "wall_tokens_per_s", "step_ms/mean", "step_ms",
     "tokens_per_step", "acceptance_rate", "ttft_ms", "speedup_decode", "lossless", *_OUTPUTS,
     wide=(*_WIDE, "wall_tokens_per_s", "ttft_ms"),
 )  # fmt: skip

@@ -41,19 +41,24 @@ class Column:
 @dataclass(frozen=True)
 class Metric:
     """The meaning of a key of a result, and how a table shows it; see above. A cell is `scale` times the value with
-    `digits` and `unit`, and with the half-width of its 95 % interval where the result has the key `<key>_interval`.
-    `show` replaces that. A metric without a `title` is in no table."""
+    `digits` and `unit`, and with the half-width of its 95 % interval where the result has the key `<key>_interval`. Of
+    nested figures it shows the `parts`. `show` replaces that. A metric without a `title` is in no table.
+    """
 
     help: str
     title: str = ""
     digits: int = 1
     unit: str = ""
     scale: float = 1
+    parts: tuple[str, ...] = ()
     show: Callable[[Result], str] | None = None
     tone: Callable[[Result], str | None] = lambda result: None
 
     def column(self, path: str, numeric: bool) -> Column:
         def figures(result: Result) -> str:
+            if self.parts:
+                values = [at(result, f"{path}/{part}") for part in self.parts]
+                return DASH if None in values else "/".join(figure(each, self.digits) for each in values)
             value, interval = at(result, path), at(result, f"{path}_interval")
             if value is None or isinstance(value, str):
                 return value or (DASH if value is None else "")
@@ -105,12 +110,6 @@ def at(result: Result, path: str) -> Any:
     for key in path.split("/"):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found
-
-
-def joined(result: Result, *paths: str, digits: int, by: str) -> str:
-    """Several figures in one cell; a dash where one is missing."""
-    values = [at(result, path) for path in paths]
-    return DASH if None in values else by.join(figure(value, digits) for value in values)
 
 
 class WholeWords(RichTable):

@@ -51,11 +51,9 @@ class Throughput(Task):
         repeats = [result for result in results if result["distinct_prompts"] < result["num_requests"]]
         if repeats:
             most = max(repeats, key=lambda result: result["num_requests"])
-            found.append(
-                f"prompts were used more than once (×{most['concurrency']}: {most['num_requests']} requests for "
-                f"{most['distinct_prompts']} distinct): an algorithm that learns from what it serves, such as ngram, "
-                "has seen the answers before and looks faster than it is; raise data.limit"
-            )
+            times = f"×{most['concurrency']}: {most['num_requests']} requests for {most['distinct_prompts']} distinct"
+            why = "an algorithm that learns from what it serves, such as ngram, has seen the answers; raise data.limit"
+            found.append(f"prompts were used more than once ({times}): {why}")
         return found
 
     def sections(self, results: Sequence[Result]) -> list[str]:

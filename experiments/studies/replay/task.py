@@ -90,15 +90,11 @@ class Replay(Task):
             found |= dict(zip(labels, drafts, strict=True))
             num_other = num_tokens - num_chosen
             if num_other and sampling.temperature == 0 and not sampling.penalised:
-                notes.append(
-                    f"the target would choose another token at {num_other} of {num_tokens} positions of the trace: "
-                    "numerical ties of a low precision, or the trace is of another model or setting"
-                )
+                why = "numerical ties of a low precision, or the trace is of another model or setting"
+                notes.append(f"the target would choose another token at {num_other} of {num_tokens} positions: {why}")
         if learning:
-            notes.append(
-                f"{', '.join(learning)}: drafts depend on the requests served before, so outputs are read one after "
-                "the other; the figures are those of runtime.max_batch=1 and this order of requests"
-            )
+            why = "drafts depend on the requests served before: figures are those of runtime.max_batch=1 and this order"
+            notes.append(f"{', '.join(learning)}: {why}")
         self._notes = tuple(dict.fromkeys(notes))
         return {label: found[label] for label in methods}
 
