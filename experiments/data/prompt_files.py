@@ -53,9 +53,7 @@ def read_records(path: str | Path) -> list[Record]:
         lines = [(f"{file}:{i}", line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
         items = [(where, _parse(where, line)) for where, line in lines]
     if not items:
-        raise DataError(
-            f"{file}: the file holds no prompts; put one JSON object on each line, or set another data.path"
-        )
+        raise DataError(f"{file}: the file holds no prompts; put one JSON object on each line, or change data.path")
     return [_record(where, item) for where, item in items]
 
 

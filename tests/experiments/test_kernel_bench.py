@@ -197,7 +197,7 @@ def test_what_a_peer_cannot_do_is_named() -> None:
 
 def test_peers_that_are_not_there_say_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU; and with one, where neither the package nor the folder holds the library."""
-    calls = dict(sgl_kernel="verify_tree_greedy", flash_attention_3="paged_attention", flashinfer="paged_attention")
+    calls = dict(sgl_kernel="verify_tree_greedy", flash_attention_3="paged_attention")
     inputs = attention_inputs(Maker.seeded(), "chain", 5, (7,))
     for peer, function in calls.items():
         with pytest.raises(peers.Unavailable, match="runs on a GPU only"):
