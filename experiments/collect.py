@@ -220,7 +220,6 @@ def _notes(lines: Sequence[Line]) -> list[str]:
 
 
 def main() -> None:
-    """Command line entry."""
     write_plain_characters()
     try:
         collect(*parsed(sys.argv[1:]))

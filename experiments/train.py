@@ -101,7 +101,6 @@ def run(config: Any, composed: DictConfig, *replicas: Replicas) -> dict[str, Any
 
 
 def main() -> None:
-    """Command line entry."""
     if set(sys.argv) & set(cli.HELP):
         sys.argv.append("drafter=eagle3")  # without a drafter Hydra composes nothing, not even its help
     elif comparison.is_asked(sys.argv):

@@ -9,11 +9,7 @@ from typing import Annotated, Any, TypedDict
 from experiments.report.tables import DASH, Metric, Result, columns, figure
 
 Number = float | None  # None where there is nothing to measure
-
-
-class Quantiles(TypedDict):
-    p50: Number
-    p90: Number
+Quantiles = dict[str, Number]  # p50 and p90
 
 
 class StepTime(TypedDict):
@@ -57,14 +53,6 @@ class Lossless(TypedDict):
     first_difference: Difference | None
 
 
-class Answers(TypedDict):
-    """Numbers of right, wrong and truncated answers."""
-
-    right: int
-    wrong: int
-    cut: int
-
-
 class Prediction(TypedDict):
     """speedup_decode = predicted × occupancy × kept, and predicted = tokens_per_step / step_time_ratio."""
 
@@ -76,12 +64,7 @@ class Prediction(TypedDict):
     kept: Annotated[Number, Metric("Share of produced tokens that are output, over the baseline's.")]
 
 
-class RoundRates(TypedDict):
-    decode_tokens_per_s: list[float]
-    wall_tokens_per_s: list[float]
-
-
-def _acceptance_by_position(result: Result) -> str:
+def _at_positions(result: Result) -> str:
     rates = [None if rate is None else 100 * rate for rate in result["acceptance_at"][:6]]
     return " ".join(figure(rate, 0) for rate in rates or [None])
 
@@ -99,12 +82,7 @@ class AcceptanceFigures(TypedDict):
     num_accepted_histogram: Annotated[list[int], Metric("Entry k: steps that accepted exactly k drafts.")]
     acceptance: Annotated[AcceptanceCounts, Metric("Steps that reached each draft position, by what became of it.")]
     acceptance_at: Annotated[
-        list[Number],
-        Metric(
-            "Of the steps that reached a draft position and had a draft there, the share that accepted it.",
-            "acceptance % at 1…6",
-            show=_acceptance_by_position,
-        ),
+        list[Number], Metric("Accepted share of the drafts at a position.", "acceptance % at 1…6", show=_at_positions)
     ]
     acceptance_at_interval: Annotated[list[list[float] | None], Metric("Wilson's 95 % interval of each entry.")]
 
@@ -120,7 +98,7 @@ class Times(TypedDict):
     ]
     decode_tokens_per_s_interval: list[float] | None
     wall_tokens_per_s_interval: list[float] | None
-    rounds: Annotated[RoundRates, Metric("The rate of each round.")]
+    rounds: Annotated[dict[str, list[float]], Metric("The rate of each round.")]
     request_tokens_per_s: Annotated[Number, Metric("Output tokens of a request over its time; the median.")]
     num_steps: Annotated[int, Metric("Steps of the engine in the first round.")]
     experts: Annotated[
@@ -133,10 +111,7 @@ class Times(TypedDict):
         ),
     ]
     ttft_ms: Annotated[
-        Quantiles,
-        Metric(
-            "Median and 90 % quantile of the time to the first token.", "first token ms p50/p90", parts=("p50", "p90")
-        ),
+        Quantiles, Metric("Time to the first token of a request.", "first token ms p50/p90", parts=("p50", "p90"))
     ]
     step_ms: Annotated[
         StepTime,
@@ -224,7 +199,7 @@ class MethodResult(Counts, Times):
     accuracy: Annotated[
         Number, Metric("Right answers over right and wrong ones, truncated ones aside.", "accuracy", show=_accuracy)
     ]
-    answers: Annotated[Answers | None, Metric("Numbers of right, wrong and truncated (`cut`) answers.")]
+    answers: Annotated[dict[str, int] | None, Metric("Numbers of right, wrong and truncated (`cut`) answers.")]
     compiled: Annotated[
         int,
         Metric(
@@ -244,12 +219,8 @@ class MethodResult(Counts, Times):
             tone=lossless_tone,
         ),
     ]
-    speedup_decode: Annotated[
-        Number, Metric("Decode tokens/s over autoregressive decoding's.", "decode speedup", digits=2, unit="×")
-    ]
-    speedup_wall: Annotated[
-        Number, Metric("Wall tokens/s over autoregressive decoding's.", "wall speedup", digits=2, unit="×")
-    ]
+    speedup_decode: Annotated[Number, Metric("Decode rate over the baseline's.", "decode speedup", digits=2, unit="×")]
+    speedup_wall: Annotated[Number, Metric("Wall rate over the baseline's.", "wall speedup", digits=2, unit="×")]
     speedup_decode_interval: list[float] | None
     speedup_wall_interval: list[float] | None
     prediction: Prediction | None
@@ -261,13 +232,7 @@ class ThroughputResult(MethodResult):
     concurrency: Annotated[int, Metric("Requests at a time, at most.", "concurrency", digits=0)]
     distinct_prompts: Annotated[int, Metric("Different prompts among the requests.")]
     inter_token_ms: Annotated[
-        Quantiles,
-        Metric(
-            "Median and 90 % quantile, over tokens, of the time of a step divided by its tokens.",
-            "between tokens ms p50/p90",
-            digits=2,
-            parts=("p50", "p90"),
-        ),
+        Quantiles, Metric("Time of a step per token.", "between tokens ms p50/p90", digits=2, parts=("p50", "p90"))
     ]
 
 

@@ -448,7 +448,6 @@ def run(config: ShapeScaledConfig, composed: DictConfig) -> None:
 
 
 def main() -> None:
-    """Command line entry."""
     cli.main(run, "shape_scaled")
 
 

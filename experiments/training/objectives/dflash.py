@@ -111,9 +111,6 @@ class BlockTraining(DrafterTraining):
 
 @dataclass
 class DFlashTraining(BlockTraining):
-    """Schema of `drafter=dflash`."""
-
-    out_dir: str = "outputs/train_dflash"
     drafter: DFlashSettings = field(default_factory=DFlashSettings)
 
 
@@ -121,7 +118,6 @@ class DFlashTraining(BlockTraining):
 class DSparkTraining(BlockTraining):
     """Schema of `drafter=dspark`: the shape and the loss of DeepSpec's DSpark."""
 
-    out_dir: str = "outputs/train_dspark"
     drafter: DSparkSettings = field(default_factory=DSparkSettings)
     blocks: BlockSettings = field(default_factory=lambda: BlockSettings(weights="decay", gamma=4.0, token_share=0.1))
 
@@ -130,7 +126,6 @@ class DSparkTraining(BlockTraining):
 class DominoTraining(BlockTraining):
     """Schema of `drafter=domino`: the shape and the loss of SpecForge's Domino."""
 
-    out_dir: str = "outputs/train_domino"
     drafter: DominoSettings = field(default_factory=DominoSettings)
     blocks: BlockSettings = field(default_factory=lambda: BlockSettings(weights="decay", plain_until=1.0))
 
@@ -139,7 +134,6 @@ class DominoTraining(BlockTraining):
 class DFlash2Training(BlockTraining):
     """Schema of `drafter=dflash2`: the shape of z-lab's DFlash 2."""
 
-    out_dir: str = "outputs/train_dflash2"
     drafter: DFlash2Settings = field(default_factory=DFlash2Settings)
 
 

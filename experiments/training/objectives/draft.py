@@ -54,9 +54,6 @@ class DistillSettings:
 
 @dataclass
 class DraftTraining(DrafterTraining):
-    """Schema of `drafter=draft`."""
-
-    out_dir: str = "outputs/train_draft"
     drafter: DraftSettings = field(default_factory=DraftSettings)
     distill: DistillSettings = field(default_factory=DistillSettings)
 

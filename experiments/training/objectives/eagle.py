@@ -76,9 +76,6 @@ class HeadSettings(Checked):
 
 @dataclass
 class EagleTraining(DrafterTraining):
-    """Schema of `drafter=eagle`."""
-
-    out_dir: str = "outputs/train_eagle"
     drafter: HeadSettings = field(default_factory=HeadSettings)
     chain: ChainSettings = field(default_factory=lambda: ChainSettings(steps=6, feature_weight=0.5))
 
@@ -100,9 +97,6 @@ class Eagle3Settings(HeadSettings):
 
 @dataclass
 class Eagle3Training(DrafterTraining):
-    """Schema of `drafter=eagle3`."""
-
-    out_dir: str = "outputs/train_eagle3"
     drafter: Eagle3Settings = field(default_factory=Eagle3Settings)
     chain: ChainSettings = field(default_factory=ChainSettings)
 
@@ -142,9 +136,6 @@ class PEagleSettings(Eagle3Settings):
 
 @dataclass
 class PEagleTraining(Eagle3Training):
-    """Schema of `drafter=peagle`."""
-
-    out_dir: str = "outputs/train_peagle"
     drafter: PEagleSettings = field(default_factory=PEagleSettings)
     chain: ChainSettings = field(default_factory=lambda: ChainSettings(steps=8))
 
@@ -162,9 +153,6 @@ class PEagleTraining(Eagle3Training):
 
 @dataclass
 class MTPTraining(DrafterTraining):
-    """Schema of `drafter=mtp`."""
-
-    out_dir: str = "outputs/train_mtp"
     chain: ChainSettings = field(default_factory=lambda: ChainSettings(steps=3))
 
     def objective(self, setting: Setting) -> ChainObjective:

@@ -77,9 +77,6 @@ class RowSettings:
 
 @dataclass
 class TargetTraining(TrainingConfig):
-    """Schema of `drafter=target`."""
-
-    out_dir: str = "outputs/train_target"
     shape: ShapeSettings = field(default_factory=ShapeSettings)
     batch: RowSettings = field(default_factory=RowSettings)
 
