@@ -32,7 +32,7 @@ def render(
     clock = [NOT_A_GPU[conditions["impl"]]] if conditions["device"] == "cpu" else []
     facts = {"date": conditions.get("date"), "command": conditions.get("command")}
     facts |= {"revision": conditions["revision"] or "not a repository", "machine": conditions["machine"]}
-    settings = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    settings = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000)
     parts = [
         html("lead", " · ".join(filter(None, [conditions.get("date"), conditions.get("command")]))),
         html("cards", headline),

@@ -91,7 +91,8 @@ class Replay(Task):
             num_other = num_tokens - num_chosen
             if num_other and sampling.temperature == 0 and not sampling.penalised:
                 why = "numerical ties of a low precision, or the trace is of another model or setting"
-                notes.append(f"the target would choose another token at {num_other} of {num_tokens} positions: {why}")
+                place = f"{num_other} of {num_tokens} positions of the trace"
+                notes.append(f"the target would choose another token at {place}: {why}")
         if learning:
             why = "drafts depend on the requests served before: figures are those of runtime.max_batch=1 and this order"
             notes.append(f"{', '.join(learning)}: {why}")
