@@ -28,32 +28,23 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or not denominator else numerator / denominator
 
 
-def acceptance_by_position(steps: Sequence[tuple[int, bool]], max_depth: int) -> metrics.AcceptanceCounts:
-    """Entry i counts the steps that reached draft i + 1. A step is (accepted drafts, whether the accepted path ended
-    where nothing was drafted)."""
-    ends = Counter(steps)
-    histogram = [ends[k, False] + ends[k, True] for k in range(max_depth + 1)]
-    return {
-        "accepted": [sum(histogram[i + 1 :]) for i in range(max_depth)],
-        "rejected": [ends[i, False] for i in range(max_depth)],
-        "no_draft": [ends[i, True] for i in range(max_depth)],
-    }
-
-
 def acceptance_figures(
     steps: Sequence[tuple[int, bool]], produced: Sequence[int], num_steps: Sequence[int], output_tokens: int, depth: int
 ) -> metrics.AcceptanceFigures:
-    """Figures of `steps` as `acceptance_by_position` takes them; `produced` tokens and `num_steps` are by request."""
-    positions, accepted = acceptance_by_position(steps, depth), Counter(count for count, _ in steps)
-    drafted = [(yes, yes + no) for yes, no in zip(positions["accepted"], positions["rejected"], strict=True)]
+    """Figures of `steps`, each of (accepted drafts, whether the accepted path ended where nothing was drafted);
+    `produced` tokens and `num_steps` are by request."""
+    ends = Counter(steps)
+    histogram = [ends[k, False] + ends[k, True] for k in range(depth + 1)]
+    accepted, rejected = [sum(histogram[i + 1 :]) for i in range(depth)], [ends[i, False] for i in range(depth)]
+    drafted = [(yes, yes + no) for yes, no in zip(accepted, rejected, strict=True)]
     return {
         "num_requests": len(produced),
         "output_tokens": output_tokens,
         "row_steps": len(steps),
         "tokens_per_step": ratio(sum(produced), len(steps)),
         "tokens_per_step_interval": ratio_interval(produced, num_steps),
-        "num_accepted_histogram": [accepted[k] for k in range(depth + 1)],
-        "acceptance": positions,
+        "num_accepted_histogram": histogram,
+        "acceptance": {"accepted": accepted, "rejected": rejected, "no_draft": [ends[i, True] for i in range(depth)]},
         "acceptance_at": [ratio(*pair) for pair in drafted],
         "acceptance_at_interval": [wilson(*pair) for pair in drafted],
     }
