@@ -111,7 +111,7 @@ class Times(TypedDict):
         ),
     ]
     ttft_ms: Annotated[
-        Quantiles, Metric("Time to the first token of a request.", "first token ms p50/p90", parts=("p50", "p90"))
+        Quantiles, Metric("Median and 90 % quantile to first token.", "first token ms p50/p90", parts=("p50", "p90"))
     ]
     step_ms: Annotated[
         StepTime,
