@@ -52,7 +52,7 @@ def rewritten(config: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
     replaced = {*reading.keys, *(SAID_OTHERWISE if "slots" in reading.keys else ())}
 
     def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-        found = {key: copied(each) if isinstance(each, Mapping) else each for key, each in values.items()}
+        found: dict[str, Any] = {k: copied(each) if isinstance(each, Mapping) else each for k, each in values.items()}
         found |= {key: [each + reading.shift for each in found[key]] for key in LAYER_IDS if key in found}
         return {key: each for key, each in found.items() if key not in replaced}
 

@@ -145,7 +145,7 @@ def _mean(estimates: Sequence[Estimate]) -> Estimate:
 
 def _lines(pivot: Pivot, show: Callable[[Estimate, Figure, bool], str]) -> list[Result]:
     """Texts by column, the name of the row first."""
-    lines = []
+    lines: list[Result] = []
     for row in pivot.rows:
         line = {METHOD: row}
         for column in pivot.columns:
