@@ -13,25 +13,28 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from experiments.app.atomic_write import write_whole
-from experiments.app.cli import assign, report
+from experiments.app.cli import HELP, explain, report
 from experiments.app.errors import UserError, unknown_key_message
 from experiments.app.provenance import short_revision
 from experiments.app.streams import write_plain_characters
-from experiments.report import html_page as pages
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
 from experiments.report.json_log import json_lines
+from experiments.report.plots import Series, chart
 from experiments.report.tables import DASH, Column, console_table, csv_text, html_table, markdown, words
-from experiments.sweep.figures import over
+from experiments.report.templates import html, section
+from experiments.sweep import frame
 from experiments.sweep.folder import DONE, STATE, SweepFolder
-from experiments.sweep.frame import WHERE, Line, best_lines, chosen_metrics, distinct, numbers, numeric, read
+from experiments.sweep.frame import WHERE, Line, distinct, grouped, numbers
 
+MOST_DRAWN = 10  # lines of a figure
 OWN = ("report", "best")  # keys of a line for the page alone
 
 
@@ -47,28 +50,35 @@ class Settings:
 
 def parsed(arguments: Sequence[str]) -> tuple[list[SweepFolder], Settings]:
     """Folders and settings of the command line. Raises UserError for what is neither."""
-    settings, words = assign(Settings, arguments, __doc__ or "")
-    paths = [Path(word) for word in words]
-    if missing := [path for path in paths if not path.is_dir()]:
+    if set(arguments) & set(HELP):
+        print((__doc__ or "").strip())
+        sys.exit()
+    folders = [word for word in arguments if "=" not in word or Path(word).exists()]
+    typed = OmegaConf.from_dotlist([word for word in arguments if word not in folders])
+    try:
+        settings: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), typed))
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
+    if missing := [folder for folder in folders if not Path(folder).is_dir()]:
         raise UserError(f"{missing[0]}: no such folder")
-    if not paths:
+    if not folders:
         raise UserError("give the folder of a sweep, such as outputs/sweeps/trees")
-    return [SweepFolder(path) for path in paths], settings
+    return [SweepFolder(Path(folder)) for folder in folders], settings
 
 
 def collect(folders: Sequence[SweepFolder], settings: Settings) -> None:
     """Print the table, write its files and the page. Raises UserError for what cannot be compared or is not there."""
-    lines, keys = read(folders, settings.mix)
+    lines, keys = frame.read(folders, settings.mix)
     for pair in filter(None, settings.where.split("+")):
         key, _, value = pair.partition("=")
         _expect_columns(lines, [key])
         lines = [line for line in lines if str(line.get(key)) == value]
     if not lines:
         raise UserError(f"where={settings.where}: no job is left")
-    metrics = chosen_metrics(lines, [name for name in settings.metrics.split(",") if name])
+    metrics = frame.chosen_metrics(lines, [name for name in settings.metrics.split(",") if name])
     group = [key for key in settings.group.split(",") if key] or _groups(keys)
     _expect_columns(lines, [*group, *filter(None, [settings.x])])
-    for line in best_lines(lines, group, metrics[0]) if metrics else ():
+    for line in frame.best_lines(lines, group, metrics[0]) if metrics else ():
         line["best"] = "best"
     best = f"Best {words(metrics[0])}" + (f" for each {', '.join(group)}" if group else "") if metrics else ""
     columns = columns_of(lines, keys, metrics)
@@ -140,12 +150,44 @@ def _figure(lines: Sequence[Line], keys: Sequence[str], metrics: Sequence[str], 
     """The first metric over `x`, by default the first key of numbers; empty where there is none. Raises UserError where
     `x` has no numbers."""
     done = [line for line in lines if line["state"] == DONE]
-    axes = numeric(done, keys)
+    axes = frame.numeric(done, keys)
     if x and not numbers(done, x):
         raise UserError(f"{x} has no numbers, and an axis needs them; numbers: {', '.join(axes) or 'none'}")
     x = x or next(iter(axes), "")
     drawn = over(done, keys, x, metrics[0]) if x and metrics else ""
-    return pages.section(f"{words(metrics[0])} over {x}", f"<figure>{drawn}</figure>") if drawn else ""
+    return section(f"{words(metrics[0])} over {x}", drawn) if drawn else ""
+
+
+def over(found: Sequence[Line], keys: Sequence[str], x: str, metric: str) -> str:
+    """Lines of `metric` over the key `x`, one for each combination of the other keys, with their intervals."""
+    low, high = f"{metric}_low", f"{metric}_high"
+    series = []
+    for name, part in _parts(numbers(found, x, metric), [key for key in keys if key != x]):
+        with_ends = len(numbers(part, low, high)) == len(part)
+        part = sorted(part, key=lambda line: (line[x], line[metric]))
+        band = [(max(0.0, line[low]), line[high]) for line in part] if with_ends else ()
+        series.append(Series(name or words(metric), [(line[x], line[metric]) for line in part], band=band))
+    return chart(series, f"{words(metric)} over {x}", (x, words(metric)))
+
+
+def _parts(found: Sequence[Line], keys: Sequence[str]) -> list[tuple[str, list[Line]]]:
+    """(name, lines) of each combination of the keys that differ, at most `MOST_DRAWN` of them."""
+    varied = [key for key in keys if len({str(line.get(key)) for line in found}) > 1]
+    swept = [key for key in varied if key not in WHERE]
+    if swept:  # a card or a revision is named where the other keys do not tell it
+        places = grouped(found, swept).values()
+        varied = [key for key in varied if key in swept or any(len(distinct(part, key)) > 1 for part in places)]
+    return [
+        (", ".join(_named(key, value) for key, value in zip(varied, values, strict=True)), part)
+        for values, part in list(grouped(found, varied).items())[:MOST_DRAWN]
+    ]
+
+
+def _named(key: str, value: Any) -> str:
+    """A value of a group by its own name, any other with the name of its key."""
+    if isinstance(value, str):
+        return short_revision(value) if key == "revision" else value
+    return f"{key.rpartition('.')[2]}={value:g}" if frame.is_number(value) else f"{key}={value}"
 
 
 def _page(title: str, lines: Sequence[Line], columns: Sequence[Column], best: str, figure: str, out: Path) -> str:
@@ -153,19 +195,17 @@ def _page(title: str, lines: Sequence[Line], columns: Sequence[Column], best: st
     chosen = [line for line in lines if "best" in line]
     shown = [column for column in columns if column.title != "best"]
     reports = {line["report"]: line["job"] for line in lines if Path(line.get("report", "")).is_file()}
-    links = (
-        f'<a href="{escape(quote(os.path.relpath(path, out)))}">{escape(job)}</a>' for path, job in reports.items()
-    )
+    links = {os.path.relpath(path, out): job for path, job in reports.items()}
     parts = [
-        *(f"<p class=note>{escape(note)}</p>" for note in _notes(lines)),
-        pages.section(best, html_table(shown, chosen)) if chosen else "",
+        *(html("note", note) for note in _notes(lines)),
+        section(best, html_table(shown, chosen)) if chosen else "",
         figure,
-        pages.section("Jobs", html_table([Column("job", lambda line: line["job"], numeric=False), *columns], lines)),
-        pages.section("Reports of the jobs", " · ".join(links)),
+        section("Jobs", html_table([Column("job", lambda line: line["job"], numeric=False), *columns], lines)),
+        section("Reports of the jobs", html("links", links)),
     ]
     machines, revisions = (list(map(str, distinct(lines, name))) for name in WHERE)
     places = [*machines, *(f"revision {short_revision(revision)}" for revision in revisions)]
-    return pages.page(f"sweep {title}", "; ".join(places), parts)
+    return html("page", f"sweep {title}", "; ".join(places), parts)
 
 
 def _notes(lines: Sequence[Line]) -> list[str]:
@@ -180,7 +220,6 @@ def _notes(lines: Sequence[Line]) -> list[str]:
 
 
 def main() -> None:
-    """Command line entry."""
     write_plain_characters()
     try:
         collect(*parsed(sys.argv[1:]))

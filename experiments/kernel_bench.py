@@ -190,7 +190,6 @@ def job(config: KernelBenchConfig, composed: DictConfig) -> None:
 
 
 def main() -> None:
-    """Command line entry."""
     sweep_main(job, ["-m", "experiments.kernel_bench"], "kernel_bench")
 
 

@@ -14,6 +14,7 @@ drafters, each is trained on the same batches, and a table compares them (`exper
 """
 
 import sys
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from experiments.training.objectives.base import Objective, TrainingConfig
 from experiments.training.parallel import Replicas
 
 for _name, _schema in SCHEMAS.items():
-    ConfigStore.instance().store(group="drafter", name=_name, node=_schema, package="_global_")
+    _own = make_dataclass(_schema.__name__, [("out_dir", str, f"outputs/train_{_name}")], bases=(_schema,))
+    ConfigStore.instance().store(group="drafter", name=_name, node=_own, package="_global_")
 
 
 def train(config: TrainingConfig, replicas: Replicas | None = None) -> dict[str, Any]:
@@ -101,7 +103,6 @@ def run(config: Any, composed: DictConfig, *replicas: Replicas) -> dict[str, Any
 
 
 def main() -> None:
-    """Command line entry."""
     if set(sys.argv) & set(cli.HELP):
         sys.argv.append("drafter=eagle3")  # without a drafter Hydra composes nothing, not even its help
     elif comparison.is_asked(sys.argv):

@@ -21,7 +21,7 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from experiments.app.compose import MAIN_CONFIG, build_config, every_key, option_keys, register
@@ -137,22 +137,6 @@ def arranged(words: Sequence[str]) -> list[str]:
 
 def _refuse_option(message: str) -> NoReturn:
     raise UserError(f"{message}\noptions and settings are listed by --help")
-
-
-def assign(schema: type, words: Sequence[str], manual: str) -> tuple[Any, list[str]]:
-    """(the dataclass `schema` with the values that `words` of the form key=value give it, the other words). For a
-    program without Hydra. `--help` prints `manual` and ends the program. Raises UserError for an unknown key, and for a
-    value of another type."""
-    if set(words) & set(HELP):
-        print(manual.strip())
-        sys.exit()
-    others = [word for word in words if "=" not in word or Path(word).exists()]
-    typed = [word for word in words if word not in others]
-    try:
-        found = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_dotlist(typed))
-    except OmegaConfBaseException as error:
-        raise UserError(explain(error)) from error
-    return OmegaConf.to_object(found), others
 
 
 def explain(error: Exception, config_name: str | None = None) -> str:

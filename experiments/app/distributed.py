@@ -45,11 +45,9 @@ def join(tensor_parallel: int, device: str) -> None:
     """Connect the processes of a tensor-parallel run. Raises UserError unless `tensor_parallel` processes run."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != tensor_parallel:
-        raise UserError(
-            f"runtime.tensor_parallel={tensor_parallel} needs {tensor_parallel} processes, got {started}\n"
-            f"start it with torchrun --nproc-per-node={tensor_parallel} run.py "
-            f"runtime.tensor_parallel={tensor_parallel} …"
-        )
+        asked = f"runtime.tensor_parallel={tensor_parallel}"
+        again = f"torchrun --nproc-per-node={tensor_parallel} run.py {asked} …"
+        raise UserError(f"{asked} needs {tensor_parallel} processes, got {started}\nstart it with {again}")
     if tensor_parallel == 1:
         return
     import torch

@@ -36,8 +36,7 @@ def resolve_hardware(runtime: RuntimeSettings) -> Hardware:
     has_gpu = torch.cuda.is_available()
     if runtime.device == "cuda" and not has_gpu:
         raise UserError(
-            "runtime.device=cuda: no CUDA device is visible\n"
-            f"torch {torch.__version__} sees {torch.cuda.device_count()} devices\n"
+            f"runtime.device=cuda: no CUDA device is visible to torch {torch.__version__}\n"
             "use runtime.device=cpu (kernels run in Triton's interpreter), or install a CUDA build of torch"
         )
     device = "cuda" if has_gpu and runtime.device != "cpu" else "cpu"

@@ -32,6 +32,7 @@ from experiments.app.task_schema import MethodsTask
 from experiments.app.workload import Workload, make_workload
 from experiments.data.prompts import load_prompts
 
+Calls = AttentionCalls | None
 _kept_targets: dict[tuple[str, str, str, str, int], Target] = {}
 
 
@@ -111,11 +112,12 @@ def resolve(config: RunConfig) -> Plan:
         target = read_target(config.model.path)
         check_weight_dtype(target, config.runtime.weight_dtype)
         check_shareable(target, config.runtime.tensor_parallel)
-        drafters: list[tuple[str, AttentionCalls | None]] = []
+        own = AttentionCalls(target.config, {"prefill": "chain", "decode": "chain"})
+        asked: list[tuple[str, Calls]] = [(f"model={config.model.name}", own)]
         folders = set[str]()
         for algo in methods.values():
             folder = config.model.drafter_of_method(algo)
-            drafters.append((f"algo={algo.name}", available()[algo.name].check(algo, target, folder)))
+            asked.append((f"algo={algo.name}", available()[algo.name].check(algo, target, folder)))
             if folder is not None and folder not in folders:
                 stored_tensors(resolve_folder(folder, pickles=True), pickles=True)  # whole files, or an error
                 folders.add(folder)
@@ -124,7 +126,7 @@ def resolve(config: RunConfig) -> Plan:
             load_kv_scales(config.runtime.kv_scales, target.config)
     _check_adaptive(config, methods)
     for backend in used:
-        _check_backend(config, backend, hardware, target, methods, drafters)
+        _check_backend(config, backend, hardware, asked)
     with user_errors(ValueError, OSError):
         prompts = [load_prompts(data) for data in sets]
     join(config.runtime.tensor_parallel, hardware.device)
@@ -146,10 +148,8 @@ def _check_tracker(tracker: TrackerConfig) -> None:
     known = stored.is_file() and str(host) in stored.read_text(encoding="utf-8", errors="replace")
     settings = Path.home() / ".config/wandb/settings"
     if not (known or settings.is_file() or {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"} & set(os.environ)):
-        raise UserError(
-            f"tracker.mode=online: there is no key of {host}\nrun wandb login, set WANDB_API_KEY, or use "
-            "tracker.mode=offline and wandb sync later"
-        )
+        fix = "run wandb login, set WANDB_API_KEY, or use tracker.mode=offline and wandb sync later"
+        raise UserError(f"tracker.mode=online: there is no key of {host}\n{fix}")
 
 
 def check_target_there(model: ModelConfig) -> None:
@@ -194,24 +194,16 @@ def _check_drafters_named(config: RunConfig, methods: Mapping[str, Any]) -> None
             )
 
 
-def _check_backend(
-    config: RunConfig,
-    chosen: Any,
-    hardware: Hardware,
-    target: TargetFolder,
-    methods: Mapping[str, Any],
-    drafters: Sequence[tuple[str, AttentionCalls | None]],
-) -> None:
-    """Refuse a backend that cannot run here, be captured as asked, or serve the target or one of the `drafters`, each
-    with the setting that asks for it."""
+def _check_backend(config: RunConfig, chosen: Any, hardware: Hardware, asked: Sequence[tuple[str, Calls]]) -> None:
+    """Refuse a backend that cannot run here, be captured as asked, or serve the calls that are `asked`, each with the
+    setting that asks for it."""
     with user_errors(ValueError):
         backend = backends()[chosen.name](chosen, hardware.impl, config.runtime.deterministic)
-        for asked in config.task.graphs_of(config, hardware.can_capture):
-            check_capture(graph_level(asked, hardware.can_capture, chosen.capturable), hardware, backend)
+        for level in config.task.graphs_of(config, hardware.can_capture):
+            check_capture(graph_level(level, hardware.can_capture, chosen.capturable), hardware, backend)
         dtype, device = getattr(torch, hardware.dtype), torch.device(hardware.device)
         page_size, kv_dtype = config.runtime.page_size, kv_dtype_of(config)
-        target_calls = AttentionCalls(target.config, {"prefill": "chain", "decode": "chain"})
-        for asker, calls in ((f"model={config.model.name}", target_calls), *drafters):
+        for asker, calls in asked:
             if calls is not None:
                 check_calls(backend, calls.config, calls.modes, page_size, dtype, device, asker, kv_dtype)
 
@@ -228,18 +220,13 @@ def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
     if not runtime.adaptive or "runtime.adaptive" in config.task.IGNORED:
         return
     if all(algo.name == "autoregressive" for algo in methods.values()):
-        raise UserError(
-            "runtime.adaptive=true chooses how many drafts are verified, and algo=autoregressive drafts none\n"
-            "give another algo, or runtime.adaptive=false"
-        )
+        raise UserError("runtime.adaptive=true: algo=autoregressive drafts none, there is no length\ngive another algo")
     for label, algo in methods.items():
         drawn = {"draft_sampling": getattr(algo, "draft_sampling", None), "rule": getattr(algo, "rule", None)}
         told = [f"{key} {value}" for key, value in drawn.items() if value not in (None, "topk", "target_only")]
         if told:
-            raise UserError(
-                f"runtime.adaptive=true: {label} samples its drafts ({', '.join(told)}), and a number of nodes that "
-                "depends on them would change the distribution\nexpected the rule target_only"
-            )
+            why = "a number of nodes that depends on them would change the distribution"
+            raise UserError(f"runtime.adaptive=true: {label} samples its drafts ({', '.join(told)}), and {why}")
 
 
 def check_capture(level: str, hardware: Hardware, backend: Any) -> None:
@@ -247,9 +234,7 @@ def check_capture(level: str, hardware: Hardware, backend: Any) -> None:
     if level == "none":
         return
     if not hardware.can_capture:
-        raise UserError(
-            f"runtime.graph={level} captures CUDA graphs, and this run is on the CPU\nuse runtime.graph=none"
-        )
+        raise UserError(f"runtime.graph={level}: there are no CUDA graphs on the CPU\nuse runtime.graph=none")
     if not backend.capturable:
         able = ", ".join(name for name, kind in backends().items() if kind.Config().capturable)
         raise UserError(

@@ -142,9 +142,7 @@ class RunConfig(Checked):
         if self.resume is not None and self.runtime.tensor_parallel > 1:
             raise ValueError("resume: a run with runtime.tensor_parallel above 1 cannot be resumed: start it again")
         if self.resume is not None and self.task.NOT_RESUMED:
-            raise ValueError(
-                f"resume: task={self.task.name} cannot be resumed: {self.task.NOT_RESUMED}; start it again"
-            )
+            raise ValueError(f"resume: task={self.task.name} cannot be resumed: {self.task.NOT_RESUMED}")
         if not self.paths.outputs.strip():
             raise ValueError("paths.outputs: expected a folder, got none")
         if self.runtime.num_pages is not None and self.task.OWN_PAGES:

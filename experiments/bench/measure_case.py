@@ -13,13 +13,14 @@ from experiments.bench import peers
 from experiments.bench.roofline import Ceilings, Work, work_of
 from experiments.bench.selection import maker
 from experiments.bench.timing import Limits, Timing, cold_copies, time_calls, time_function, time_interleaved
-from experiments.report.tables import DASH, Column, Metric, columns, figure, joined
+from experiments.report.tables import DASH, Column, Metric, columns, figure
 from specdec_kernels import parity
 from specdec_kernels.cases import Case, comparison_of
 
 OK, DISAGREES, FAILED, NOT_RUN = "ok", "disagrees", "failed", "not run"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types that a command line may name."""
+Copies = Sequence[dict[str, Any]]  # arguments of a call, as often as fill the cache
 
 
 class CaseResult(TypedDict, total=False):
@@ -34,11 +35,8 @@ class CaseResult(TypedDict, total=False):
     compared: Annotated[str, Metric("What was compared with the reference.")]
     shape: dict[str, Any]
     median_us: Annotated[float, Metric("Microseconds of a call, the median; graph replay on a GPU.", "us")]
-    p20_us: Annotated[
-        float,
-        Metric("Its quantiles.", "20–80%", show=lambda r: joined(r, "p20_us", "p80_us", digits=1, by="–")),
-    ]
-    p80_us: float
+    p20_us: Annotated[float, Metric("The 20 % quantile of the times.", "p20 us")]
+    p80_us: Annotated[float, Metric("The 80 % quantile of the times.", "p80 us")]
     repeats: int
     clock: str
     cache: str
@@ -170,11 +168,7 @@ def _rates(work: Work, timing: Timing, ceilings: Ceilings | None) -> dict[str, A
 
 
 def _against_reference(
-    function: Callable[..., Any],
-    copies: Sequence[dict[str, Any]],
-    called: Timing,
-    found: parity.Parity,
-    bench: Bench,
+    function: Callable[..., Any], copies: Copies, called: Timing, found: parity.Parity, bench: Bench
 ) -> dict[str, Any]:
     """The reference, timed as calls from Python, because a graph cannot capture all of plain torch."""
     if not found.reference_fits:
@@ -187,13 +181,7 @@ def _against_reference(
     return dict(reference="timed", reference_us=timing.median_ms * 1e3, reference_ratio=ratio)
 
 
-def _against_peer(
-    name: str,
-    function: str,
-    copies: Sequence[dict[str, Any]],
-    kernel: Callable[..., Any],
-    bench: Bench,
-) -> dict[str, Any]:
+def _against_peer(name: str, function: str, copies: Copies, kernel: Callable[..., Any], bench: Bench) -> dict[str, Any]:
     """The times of the peer and of our kernel, interleaved and over as many inputs, or why there are none."""
     try:
         # Some functions write into their arguments: each side gets its own.

@@ -9,13 +9,12 @@ the backends add around the kernel of the package is part of the time. FlashAtte
 wheel (`vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so`, called as of vLLM 0.24); its scheduler runs beforehand too.
 
 sgl-kernel's operations have the signatures of `specdec_kernels.compat.sglang`. Its compiled library is enough
-(`sgl_kernel/**/common_ops*.so`). The renormalisations are FlashInfer's, and sgl-kernel has a compiled copy of them.
+(`sgl_kernel/**/common_ops*.so`), with a copy of FlashInfer's renormalisations.
 """
 
 import os
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -49,23 +48,15 @@ class Unavailable(Exception):
     """Why a peer cannot be compared on a case."""
 
 
+@cache
 def load_library(package: str, pattern: str) -> None:
     """Load the library of `package` whose file name matches `pattern`, without importing the package.
 
     Raises:
         Unavailable: it is not there, or cannot be loaded.
     """
-    _expect_gpu()
-    _load(package, pattern)
-
-
-def _expect_gpu() -> None:
     if not torch.cuda.is_available():
         raise Unavailable("runs on a GPU only")
-
-
-@cache
-def _load(package: str, pattern: str) -> None:
     named, spec = os.environ.get(FOLDER_VARIABLE), find_spec(package)
     installed = (spec.submodule_search_locations if spec is not None else None) or []
     folders = [Path(folder) for folder in (named, *installed) if folder]
@@ -203,24 +194,12 @@ def sgl_renorm(function: str, inputs: dict[str, Any]) -> Call:
     return renorm
 
 
-def flashinfer_renorm(function: str, inputs: dict[str, Any]) -> Call:
-    """FlashInfer's renormalisation of probabilities."""
-    _expect_gpu()
-    if find_spec("flashinfer") is None:
-        raise Unavailable("flashinfer-python is not installed")
-    renorm = getattr(import_module("flashinfer.sampling"), f"{function}_probs")
-    probs, limit = inputs["probs"], inputs[function.removesuffix("_renorm")]
-    return lambda: renorm(probs, limit)
-
-
-_RENORMS = ("top_k_renorm", "top_p_renorm")
-_FLASHINFER = _through(lambda: FlashInferBackend(FlashInferBackend.Config(), "auto"))
 PEERS: dict[str, dict[str, Prepare]] = {
     "sdpa": {"paged_attention": sdpa},
-    "flashinfer": {"paged_attention": _FLASHINFER, **dict.fromkeys(_RENORMS, flashinfer_renorm)},
+    "flashinfer": {"paged_attention": _through(lambda: FlashInferBackend(FlashInferBackend.Config(), "auto"))},
     "flash_attention_3": {"paged_attention": flash_attention_3},
     "flash_attention_4": {"paged_attention": _through(FlashAttention4)},
-    "sgl_kernel": dict.fromkeys(WRITTEN, sgl_kernel) | dict.fromkeys(_RENORMS, sgl_renorm),
+    "sgl_kernel": dict.fromkeys(WRITTEN, sgl_kernel) | dict.fromkeys(("top_k_renorm", "top_p_renorm"), sgl_renorm),
 }
 """Peer to the public functions that it is compared with."""
 

@@ -74,10 +74,8 @@ def chosen_cases(families: Sequence[str], shapes: str, on_gpu: bool) -> list[tup
 def _matching(tables: dict[str, tuple[Case, ...]], pattern: str, on_gpu: bool) -> list[tuple[str, Case]]:
     found = [(family, case) for family, cases in tables.items() for case in cases if fnmatchcase(case.name, pattern)]
     if not found:
-        raise ValueError(
-            f"shapes: expected {' or '.join(SETS)} or a pattern of case names: no case of {', '.join(tables)} "
-            f"is called {pattern!r}"
-        )
+        expected = f"{' or '.join(SETS)} or a pattern of case names"
+        raise ValueError(f"shapes: expected {expected}: no case of {', '.join(tables)} is called {pattern!r}")
     fitting = [(family, case) for family, case in found if on_gpu or "large" not in case.tags]
     if not fitting:
         raise ValueError(f"shapes={pattern}: its {len(found)} cases are too large for the interpreter; use a GPU")

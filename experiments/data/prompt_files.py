@@ -39,14 +39,13 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_records(path: str | Path, key: str = "data.path") -> list[Record]:
+def read_records(path: str | Path) -> list[Record]:
     """All records of a `.jsonl` or `.json` file, also with `.gz`, or of a `.parquet` file; blank lines are skipped.
-    Errors point to the configuration key `key`. Raises DataError for a file that is missing, unreadable or empty, and
-    for a malformed line."""
+    Raises DataError for a file that is missing, unreadable or empty, and for a malformed line."""
     file = Path(path).expanduser()
     if file.suffix == ".parquet" and file.is_file():
         return _read_parquet(file)
-    text = _read_text(file, key)
+    text = _read_text(file)
     if text.lstrip().startswith("["):
         items = [(f"{file}: item {i}", item) for i, item in enumerate(_parse(str(file), text), start=1)]
     else:
@@ -54,7 +53,7 @@ def read_records(path: str | Path, key: str = "data.path") -> list[Record]:
         lines = [(f"{file}:{i}", line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
         items = [(where, _parse(where, line)) for where, line in lines]
     if not items:
-        raise DataError(f"{file}: the file holds no prompts; put one JSON object on each line, or set another {key}")
+        raise DataError(f"{file}: the file holds no prompts; put one JSON object on each line, or change data.path")
     return [_record(where, item) for where, item in items]
 
 
@@ -70,15 +69,15 @@ def _read_parquet(file: Path) -> list[Record]:
     return [_record(f"{file}: row {i}", row) for i, row in enumerate(rows, start=1)]
 
 
-def _read_text(file: Path, key: str) -> str:
+def _read_text(file: Path) -> str:
     if not file.is_file():
         what = "is a folder, expected a file" if file.is_dir() else "no such file"
-        raise DataError(f"{file.absolute()}: {what}; set {key} to a .jsonl file")
+        raise DataError(f"{file.absolute()}: {what}; set data.path to a .jsonl file")
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         return raw.decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read as UTF-8 text: {error}; set {key} to a .jsonl file") from error
+        raise DataError(f"{file}: cannot be read as UTF-8 text: {error}; set data.path to a .jsonl file") from error
 
 
 def _parse(where: str, text: str) -> Any:

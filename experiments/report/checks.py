@@ -56,15 +56,12 @@ def _output_warnings(result: Mapping[str, Any]) -> list[str]:
     found = []
     first = result["acceptance_at"][0] if result.get("acceptance_at") else None
     if result.get("drafts_with_model", True) and first is not None and first < LOW_ACCEPTANCE:
-        found.append(
-            f"only {first:.1%} of first drafts were accepted: the drafter is probably wired wrongly, or was "
-            "trained for another target"
-        )
+        why = "the drafter is probably wired wrongly, or was trained for another target"
+        found.append(f"only {first:.1%} of first drafts were accepted: {why}")
     if unparsed := result.get("num_constrained", 0) - result.get("num_parsed", 0):
-        found.append(
-            f"no complete output of the grammar: {unparsed} of {result['num_constrained']} outputs; "
-            f"truncated by sampling.max_new_tokens: {result['num_cut']}"
-        )
+        outputs = f"{unparsed} of {result['num_constrained']} outputs"
+        cut = f"truncated by sampling.max_new_tokens: {result['num_cut']}"
+        found.append(f"no complete output of the grammar: {outputs}; {cut}")
     return found
 
 
@@ -88,18 +85,14 @@ def _time_warnings(result: Mapping[str, Any]) -> list[str]:
     found = []
     speedup, tokens = result.get("speedup_decode"), result.get("tokens_per_step")
     if speedup and tokens and speedup > max(tokens, 1.0):
-        found.append(
-            f"a decode speedup of {speedup:.2f}× is above its {tokens:.2f} tokens/step: a step of the method verifies "
-            "more and cannot be faster than one of the baseline, so the times are not reliable"
-        )
+        why = "no step is faster than the baseline's, so the times are not reliable"
+        found.append(f"a decode speedup of {speedup:.2f}× is above its {tokens:.2f} tokens/step: {why}")
     if differing := result.get("differing_rounds"):
         found.append(f"rounds with other outputs than the first: {differing}")
     if resumed := result.get("num_resumed"):
         found.append(f"{resumed} of {result['num_requests']} requests ended before the run was resumed")
     if result.get("num_timed_rounds") == 0:
-        found.append(
-            "no rates and no speedups: the run was resumed, and no process decoded a whole round of all methods"
-        )
+        found.append("no rates and no speedups: no process of the resumed run decoded a whole round of all methods")
     if compiled := result.get("compiled"):
         kernels = ", ".join(result["compiled_kernels"])
         found.append(f"{compiled} kernels were compiled after the warm-up, and the times include that: {kernels}")
@@ -113,10 +106,8 @@ def warnings_of_all(results: Labelled) -> list[str]:
         found.append(f"answers truncated by sampling.max_new_tokens do not count in accuracy ({several(cut)})")
     rates = [(label, (result.get("rounds") or {}).get("decode_tokens_per_s", [])) for label, result in results]
     if wide := [f"{label}: {spread(each):.0%}" for label, each in rates if spread(each) > LARGEST_SPREAD]:
-        found.append(
-            f"decode tokens/s differ by more than {LARGEST_SPREAD:.0%} of their mean between rounds "
-            f"({several(wide)}): end other programs on the machine, or raise task.repeats"
-        )
+        more = f"decode tokens/s differ by more than {LARGEST_SPREAD:.0%} of their mean between rounds"
+        found.append(f"{more} ({several(wide)}): end other programs on the machine, or raise task.repeats")
     return found
 
 

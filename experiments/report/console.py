@@ -46,26 +46,22 @@ def rates(report: StepReport) -> str:
 def step_progress(console: Console, title: str, total: int) -> Iterator[OnStep]:
     """A bar over finished requests. Outside of a terminal, a line every `PLAIN_INTERVAL_S` seconds."""
     if not console.is_terminal:
-        yield _plain_progress(console, title)
+        last = time.monotonic()
+
+        def on_step(report: StepReport) -> None:
+            nonlocal last
+            if report.num_finished == report.num_requests or time.monotonic() - last >= PLAIN_INTERVAL_S:
+                last = time.monotonic()
+                done = f"{report.num_finished}/{report.num_requests}"
+                console.print(f"{title}: {done}  {rates(report)}", highlight=False)
+
+        yield on_step
         return
     description, shown = TextColumn("[bold]{task.description:<14}"), TextColumn("{task.fields[rates]}")
     parts = (SpinnerColumn(), description, BarColumn(bar_width=30), MofNCompleteColumn(), shown, TimeElapsedColumn())
     with Progress(*parts, console=console) as progress:
         task = progress.add_task(title, total=total, rates="")
         yield lambda report: progress.update(task, completed=report.num_finished, rates=rates(report))
-
-
-def _plain_progress(console: Console, title: str) -> OnStep:
-    last = time.monotonic()
-
-    def on_step(report: StepReport) -> None:
-        nonlocal last
-        done = report.num_finished == report.num_requests
-        if done or time.monotonic() - last >= PLAIN_INTERVAL_S:
-            last = time.monotonic()
-            console.print(f"{title}: {report.num_finished}/{report.num_requests}  {rates(report)}", highlight=False)
-
-    return on_step
 
 
 def bar_chart(title: str, bars: Iterable[tuple[str, float, str, str]]) -> Table:

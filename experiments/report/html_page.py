@@ -1,18 +1,16 @@
-"""The page of a run: one HTML file without scripts and without network, so that it can be kept, mailed and opened."""
+"""The page of a run: one HTML file. Functions of this module give HTML for it."""
 
-import json
 from collections.abc import Mapping, Sequence
-from html import escape
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+
+import yaml
 
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.metrics import MethodResult, lossless_tone
-from experiments.report.plots import Series, bars, chart, phase_bars
+from experiments.report.plots import PHASE_COLOURS, Series, chart
 from experiments.report.tables import DASH, Column, Result, at, counted, declared, figure, html_table, words
+from experiments.report.templates import html, section
 
-STYLE_FILE = Path(__file__).with_name("page.css")
 Card = tuple[str, str, str | None]  # figure, caption and tone (`good`, `bad` or None)
 
 
@@ -34,20 +32,20 @@ def render(
     clock = [NOT_A_GPU[conditions["impl"]]] if conditions["device"] == "cpu" else []
     facts = {"date": conditions.get("date"), "command": conditions.get("command")}
     facts |= {"revision": conditions["revision"] or "not a repository", "machine": conditions["machine"]}
-    when = " · ".join(filter(None, [conditions.get("date"), conditions.get("command")]))
+    settings = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=10_000)
     parts = [
-        f"<p class=lead><code>{escape(when)}</code></p>" if when else "",
-        cards(headline),
-        *(f'<p class="note bad">{escape(f"not lossless: {text}")}</p>' for text in failures),
-        *(f"<p class=note>{escape(text)}</p>" for text in [*clock, *notes]),
+        html("lead", " · ".join(filter(None, [conditions.get("date"), conditions.get("command")]))),
+        html("cards", headline),
+        *(html("note", f"not lossless: {text}", "bad") for text in failures),
+        *(html("note", text) for text in [*clock, *notes]),
         section("Results", html_table(columns, results)),
         *sections,
-        section("Settings that were used", _facts(_settings(config))),
-        section("Provenance", _facts(facts | conditions["versions"])),
-        section("Files", " · ".join(f'<a href="{escape(quote(name))}">{escape(name)}</a>' for name in files)),
+        section("Settings that were used", html("text", settings)),
+        section("Provenance", html("facts", facts | conditions["versions"])),
+        section("Files", html("links", {name: name for name in files})),
         section("What the figures mean", _glossary(columns, results)),
     ]
-    return page(title, _lead(conditions), parts)
+    return html("page", title, _lead(conditions), parts)
 
 
 def _glossary(columns: Sequence[Column], results: Sequence[Result]) -> str:
@@ -55,31 +53,7 @@ def _glossary(columns: Sequence[Column], results: Sequence[Result]) -> str:
     shown = {column.title: column.help for column in columns if column.help}
     found = {path: column for path, column in declared(MethodResult).items() if any(at(r, path) for r in results)}
     keys = {f"{path} ({column.title})" if column.title else path: column.help for path, column in found.items()}
-    return _facts(shown) + f"<details><summary>Keys of summary.json</summary>{_facts(keys)}</details>"
-
-
-def page(title: str, lead: str, parts: Sequence[str]) -> str:
-    """The frame. `parts` are HTML; title and lead are text."""
-    body = "\n".join([f"<h1>{escape(title)}</h1>", f"<p class=lead>{escape(lead)}</p>", *filter(None, parts)])
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-        f"<style>{STYLE_FILE.read_text(encoding='utf-8')}</style></head>\n<body><main>{body}</main></body></html>\n"
-    )
-
-
-def section(title: str, content: str) -> str:
-    """A card over the whole width; nothing where there is no content."""
-    return f'<section class="card wide"><h2>{escape(title)}</h2>{content}</section>' if content else ""
-
-
-def cards(headline: Sequence[Card]) -> str:
-    """The figures that a reader sees first."""
-    shown = "".join(
-        f'<div class=card><b class="{tone or ""}">{escape(value)}</b><span>{escape(caption)}</span></div>'
-        for value, caption, tone in headline
-    )
-    return f"<div class=cards>{shown}</div>" if shown else ""
+    return html("facts", shown) + html("folded", "Keys of summary.json", html("facts", keys))
 
 
 def _lead(conditions: Mapping[str, Any]) -> str:
@@ -94,39 +68,14 @@ def _lead(conditions: Mapping[str, Any]) -> str:
     return "; ".join(facts)
 
 
-def _facts(facts: Mapping[str, Any]) -> str:
-    lines = (
-        f"<tr><td>{escape(str(name))}</td><td class=wrap>{escape(str(value))}</td></tr>"
-        for name, value in facts.items()
-        if value is not None
-    )
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """One line for each group, and for each entry of a group of groups, by name."""
-    lines: dict[str, str] = {}
-    for group, values in config.items():
-        entries = values if isinstance(values, Mapping) else _by_name(values)
-        nested = {key: value for key, value in entries.items() if isinstance(value, Mapping) and value}
-        plain = {key: value for key, value in entries.items() if key not in nested}
-        for name, each in {group: plain, **{f"{group} {key}": value for key, value in nested.items()}}.items():
-            if each:
-                lines[name] = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in each.items())
-    return lines
-
-
-def _by_name(values: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """`values` by their names, with a number in front where two have the same."""
-    names = [value["name"] for value in values]
-    return {names[i] if names.count(names[i]) == 1 else f"{i + 1} {names[i]}": value for i, value in enumerate(values)}
-
-
 def step_times(results: Sequence[Result]) -> str:
     """Milliseconds per step by phase, one stacked bar per method."""
-    steps = {result["method"]: max(1, result["num_steps"]) for result in results}
-    phases = {result["method"]: result["phase_times_ms"].items() for result in results}
-    return phase_bars({name: {k: ms / steps[name] for k, ms in parts} for name, parts in phases.items()}, "ms")
+    times = {
+        result["method"]: {phase: ms / max(1, result["num_steps"]) for phase, ms in result["phase_times_ms"].items()}
+        for result in results
+    }
+    longest = max((sum(parts.values()) for parts in times.values()), default=0.0) or 1.0
+    return html("phases", times, longest, PHASE_COLOURS)
 
 
 def acceptance_lines(results: Sequence[Result]) -> str:
@@ -149,9 +98,8 @@ def acceptance_bars(result: Result) -> str:
     histogram = result["num_accepted_histogram"]
     steps, most = sum(histogram) or 1, max(histogram) or 1
     counts = [(str(k), count / most, f"{count} ({count / steps:.0%})") for k, count in enumerate(histogram)]
-    left = "<h2>Acceptance by draft position</h2>" + bars(rates, "share of drafts at the position that were accepted")
-    right = "<h2>Accepted drafts per step</h2>" + bars(counts, "steps that accepted exactly this many drafts")
-    return f"<div class=pair><section class=card>{left}</section><section class=card>{right}</section></div>"
+    left, right = html("bars", "Acceptance by draft position", rates), html("bars", "Accepted drafts per step", counts)
+    return html("pair", left, right)
 
 
 def position_counts(result: Result, position: int) -> str:
@@ -166,27 +114,18 @@ def position_counts(result: Result, position: int) -> str:
 
 def request_details(request: Mapping[str, Any]) -> str:
     """One request that unfolds: its figures, prompt, output and accepted drafts."""
-    counts, verdict, expected = request["accepted_counts"], request["verdict"], f"expected {request['answer']}"
-    facts = [counted(len(request["token_ids"]), "token"), counted(len(counts), "step")]
+    verdict, expected = request["verdict"], f"expected {request['answer']}"
+    facts = [counted(len(request["token_ids"]), "token"), counted(len(request["accepted_counts"]), "step")]
     facts += [words(request["finish_reason"]), f"{request['total_ms']:,.0f} ms"]
-    marks = [_mark(request["identical"], "identical", "differs")]
-    if verdict == "cut":
-        marks.append(f"<span>{escape(f'truncated by the length limit, {expected}')}</span>")
-    else:
-        marks.append(_mark(None if verdict is None else verdict == "right", "right", f"wrong, {expected}"))
-    marks.append(_mark(request.get("parsed"), "parsed", "not parsed"))
-    first = " ".join(request["prompt"].split())
-    return (
-        f"<details><summary><span>{request['id']}</span><span class=what>{escape(first[:140])}</span>"
-        f"<span class=facts>{escape(' · '.join(facts))} {' '.join(filter(None, marks))}</span></summary>"
-        f"<pre class=prompt>{escape(request['prompt'])}</pre><pre>{escape(request['text'])}</pre>"
-        f"<div class=key>accepted drafts by step: {escape(' '.join(map(str, counts)))}</div></details>"
-    )
-
-
-def _mark(verdict: bool | None, good: str, bad: str) -> str:
-    shown = f'<span class="{"good" if verdict else "bad"}">{escape(good if verdict else bad)}</span>'
-    return "" if verdict is None else shown
+    is_right = {"right": True, "wrong": False}.get(verdict)
+    marks = [
+        (request["identical"], "identical", "differs"),
+        (is_right, "right", f"wrong, {expected}"),
+        (request.get("parsed"), "parsed", "not parsed"),
+    ]
+    shown = [("good", good) if yes else ("bad", bad) for yes, good, bad in marks if yes is not None]
+    shown += [("", f"truncated by the length limit, {expected}")] if verdict == "cut" else []
+    return html("request", request, facts, shown)
 
 
 def method_cards(result: Result) -> list[Card]:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from experiments.app.atomic_write import write_whole
 
@@ -33,7 +33,6 @@ class JsonLog:
         """Take in what `path` holds. A last line without its end, of a program that was killed, is cut off."""
         self.path = path
         self.entries: list[dict[str, Any]] = []
-        self._file: TextIO | None = None
         if not path.exists():
             return
         whole = 0
@@ -46,21 +45,11 @@ class JsonLog:
         os.truncate(path, whole)
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        if self._file is None:
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        self._file.write(json_lines([entry]))
-        self._file.flush()
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json_lines([entry]))
         self.entries.append(dict(entry))
 
     def replace(self, entries: Sequence[dict[str, Any]]) -> None:
         """Hold `entries` from now on, in the file too, which changes in one move."""
-        self.close()
         write_whole(self.path, json_lines(entries))
         self.entries = list(entries)
-
-    def close(self) -> None:
-        """Close the file; what was appended is on disk."""
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-            self._file = None

@@ -6,31 +6,19 @@ from the declaration.
 
 from typing import Annotated, Any, TypedDict
 
-from experiments.report.tables import DASH, Metric, Result, columns, figure, joined
+from experiments.report.tables import DASH, Metric, Result, columns, figure
 
-
-class Quantiles(TypedDict):
-    p50: float | None
-    p90: float | None
+Number = float | None  # None where there is nothing to measure
+Quantiles = dict[str, Number]  # p50 and p90
 
 
 class StepTime(TypedDict):
     """Milliseconds of a step: mean, median, 20 % and 80 % quantile."""
 
-    mean: Annotated[
-        float | None,
-        Metric("Mean time of a step; after a prefill batch it includes the wait for that.", "ms/step", digits=2),
-    ]
-    median: float | None
-    p20: Annotated[
-        float | None,
-        Metric(
-            "The 20 % and 80 % quantiles of the time of a step.",
-            "ms/step 20–80%",
-            show=lambda result: joined(result, "step_ms/p20", "step_ms/p80", digits=2, by="–"),
-        ),
-    ]
-    p80: float | None
+    mean: Annotated[Number, Metric("Mean time of a step, and of its wait for a prefill batch.", "ms/step", digits=2)]
+    median: Number
+    p20: Number
+    p80: Number
 
 
 class AcceptanceCounts(TypedDict):
@@ -49,10 +37,10 @@ class Difference(TypedDict, total=False):
     turn: int
     token: int | None
     baseline_token: int | None
-    logit: float | None
-    baseline_logit: float | None
-    gap: float | None
-    bound: float | None
+    logit: Number
+    baseline_logit: Number
+    gap: Number
+    bound: Number
     numerical_tie: bool
 
 
@@ -65,32 +53,18 @@ class Lossless(TypedDict):
     first_difference: Difference | None
 
 
-class Answers(TypedDict):
-    """Numbers of right, wrong and truncated answers."""
-
-    right: int
-    wrong: int
-    cut: int
-
-
 class Prediction(TypedDict):
     """speedup_decode = predicted × occupancy × kept, and predicted = tokens_per_step / step_time_ratio."""
 
     predicted: Annotated[
-        float | None,
-        Metric("Decode speedup that tokens/step and mean step times predict.", "predicted", digits=2, unit="×"),
+        Number, Metric("Decode speedup that tokens/step and step times predict.", "predicted", digits=2, unit="×")
     ]
-    step_time_ratio: Annotated[float | None, Metric("Mean time of a step over the baseline's.")]
-    occupancy: Annotated[float | None, Metric("Requests in a step over the baseline's.")]
-    kept: Annotated[float | None, Metric("Share of produced tokens that are output, over the baseline's.")]
+    step_time_ratio: Annotated[Number, Metric("Mean time of a step over the baseline's.")]
+    occupancy: Annotated[Number, Metric("Requests in a step over the baseline's.")]
+    kept: Annotated[Number, Metric("Share of produced tokens that are output, over the baseline's.")]
 
 
-class RoundRates(TypedDict):
-    decode_tokens_per_s: list[float]
-    wall_tokens_per_s: list[float]
-
-
-def _acceptance_by_position(result: Result) -> str:
+def _at_positions(result: Result) -> str:
     rates = [None if rate is None else 100 * rate for rate in result["acceptance_at"][:6]]
     return " ".join(figure(rate, 0) for rate in rates or [None])
 
@@ -102,24 +76,13 @@ class AcceptanceFigures(TypedDict):
     output_tokens: Annotated[int, Metric("Output tokens of all requests.")]
     row_steps: Annotated[int, Metric("Steps times the requests in them.", "steps", digits=0)]
     tokens_per_step: Annotated[
-        float | None,
-        Metric(
-            "Mean of accepted drafts plus the bonus token, pooled over all steps of all requests; the field also calls "
-            "it the acceptance length. ± takes requests as independent, from four on.",
-            "tokens/step",
-            digits=2,
-        ),
+        Number, Metric("Mean of accepted drafts plus the bonus token (acceptance length).", "tokens/step", digits=2)
     ]
     tokens_per_step_interval: list[float] | None
     num_accepted_histogram: Annotated[list[int], Metric("Entry k: steps that accepted exactly k drafts.")]
     acceptance: Annotated[AcceptanceCounts, Metric("Steps that reached each draft position, by what became of it.")]
     acceptance_at: Annotated[
-        list[float | None],
-        Metric(
-            "Of the steps that reached a draft position and had a draft there, the share that accepted it.",
-            "acceptance % at 1…6",
-            show=_acceptance_by_position,
-        ),
+        list[Number], Metric("Accepted share of the drafts at a position.", "acceptance % at 1…6", show=_at_positions)
     ]
     acceptance_at_interval: Annotated[list[list[float] | None], Metric("Wilson's 95 % interval of each entry.")]
 
@@ -128,42 +91,32 @@ class Times(TypedDict):
     """Times of the rounds of a decoding. Rates are pooled over the rounds, sums are means over them."""
 
     decode_tokens_per_s: Annotated[
-        float | None,
-        Metric(
-            "Output tokens over the time of the steps, all rounds together; prefill and scheduling are outside. ± is "
-            "the half-width of the 95 % interval over rounds.",
-            "decode tokens/s",
-        ),
+        Number, Metric("Output tokens over the time of the steps, without prefill and scheduling.", "decode tokens/s")
     ]
     wall_tokens_per_s: Annotated[
-        float | None,
-        Metric(
-            "Output tokens over the time from the first request to the last token, prefill included.", "wall tokens/s"
-        ),
+        Number, Metric("Output tokens over the time from the first request to the last token.", "wall tokens/s")
     ]
     decode_tokens_per_s_interval: list[float] | None
     wall_tokens_per_s_interval: list[float] | None
-    rounds: Annotated[RoundRates, Metric("The rate of each round.")]
-    request_tokens_per_s: Annotated[float | None, Metric("Output tokens of a request over its time; the median.")]
+    rounds: Annotated[dict[str, list[float]], Metric("The rate of each round.")]
+    request_tokens_per_s: Annotated[Number, Metric("Output tokens of a request over its time; the median.")]
     num_steps: Annotated[int, Metric("Steps of the engine in the first round.")]
     experts: Annotated[
         dict[str, float] | None,
         Metric(
-            "Of a target with experts: those of a layer that a step touches, of how many, rows of a step, and touched "
-            "experts for each row, in the first round.",
+            "Experts of a layer that a step touches, of how many, with rows of a step, in the first round.",
             "experts/step",
-            show=lambda result: joined(result, "experts/touched_per_step", "experts/num_experts", digits=0, by="/"),
+            digits=0,
+            parts=("touched_per_step", "num_experts"),
         ),
     ]
     ttft_ms: Annotated[
-        Quantiles,
-        Metric(
-            "Median and 90 % quantile of the time from the start of a request to its first token.",
-            "first token ms p50/p90",
-            show=lambda result: joined(result, "ttft_ms/p50", "ttft_ms/p90", digits=1, by="/"),
-        ),
+        Quantiles, Metric("Median and 90 % quantile to first token.", "first token ms p50/p90", parts=("p50", "p90"))
     ]
-    step_ms: StepTime
+    step_ms: Annotated[
+        StepTime,
+        Metric("20 % and 80 % quantiles of the time of a step.", "ms/step p20/p80", digits=2, parts=("p20", "p80")),
+    ]
     prefill_ms: Annotated[float, Metric("Time of prefill. In steps with mixed prefill: what the prompts add.")]
     decode_ms: Annotated[float, Metric("Time of all steps (the decode clock).")]
     wall_ms: Annotated[float, Metric("Time of the whole call (the wall clock).")]
@@ -182,7 +135,7 @@ class Counts(AcceptanceFigures):
     num_parsed: Annotated[
         int,
         Metric(
-            "Complete outputs of their grammar, over requests that have one; a truncated output is not complete.",
+            "Complete outputs of their grammar, over requests that have one.",
             "parsed",
             show=lambda r: f"{r['num_parsed']}/{r['num_constrained']}" if r.get("num_constrained") else DASH,
         ),
@@ -191,13 +144,7 @@ class Counts(AcceptanceFigures):
     num_accepted: Annotated[int, Metric("Accepted drafts.")]
     num_drafted: Annotated[int, Metric("Drafted tokens; every node of a tree but its root is one.")]
     acceptance_rate: Annotated[
-        float | None,
-        Metric(
-            "Accepted drafts over all drafted tokens, as vLLM defines it; every node of a tree counts as drafted.",
-            "accepted / drafted",
-            scale=100,
-            unit="%",
-        ),
+        Number, Metric("Accepted drafts over all drafted tokens (vLLM).", "accepted / drafted", scale=100, unit="%")
     ]
     finish_reasons: Annotated[dict[str, int], Metric("Reason for the end of a request, and number of requests.")]
 
@@ -250,12 +197,9 @@ class MethodResult(Counts, Times):
     num_timed_rounds: Annotated[int, Metric("Rounds that times are taken from: decoded whole by one process.")]
     differing_rounds: Annotated[int, Metric("Rounds with other outputs than the first.")]
     accuracy: Annotated[
-        float | None,
-        Metric(
-            "Right answers over right and wrong ones; truncated answers count as neither.", "accuracy", show=_accuracy
-        ),
+        Number, Metric("Right answers over right and wrong ones, truncated ones aside.", "accuracy", show=_accuracy)
     ]
-    answers: Annotated[Answers | None, Metric("Numbers of right, wrong and truncated (`cut`) answers.")]
+    answers: Annotated[dict[str, int] | None, Metric("Numbers of right, wrong and truncated (`cut`) answers.")]
     compiled: Annotated[
         int,
         Metric(
@@ -275,12 +219,8 @@ class MethodResult(Counts, Times):
             tone=lossless_tone,
         ),
     ]
-    speedup_decode: Annotated[
-        float | None, Metric("Decode tokens/s over autoregressive decoding's.", "decode speedup", digits=2, unit="×")
-    ]
-    speedup_wall: Annotated[
-        float | None, Metric("Wall tokens/s over autoregressive decoding's.", "wall speedup", digits=2, unit="×")
-    ]
+    speedup_decode: Annotated[Number, Metric("Decode rate over the baseline's.", "decode speedup", digits=2, unit="×")]
+    speedup_wall: Annotated[Number, Metric("Wall rate over the baseline's.", "wall speedup", digits=2, unit="×")]
     speedup_decode_interval: list[float] | None
     speedup_wall_interval: list[float] | None
     prediction: Prediction | None
@@ -292,19 +232,14 @@ class ThroughputResult(MethodResult):
     concurrency: Annotated[int, Metric("Requests at a time, at most.", "concurrency", digits=0)]
     distinct_prompts: Annotated[int, Metric("Different prompts among the requests.")]
     inter_token_ms: Annotated[
-        Quantiles,
-        Metric(
-            "Median and 90 % quantile, over tokens, of the time of a step divided by its tokens.",
-            "between tokens ms p50/p90",
-            show=lambda result: joined(result, "inter_token_ms/p50", "inter_token_ms/p90", digits=2, by="/"),
-        ),
+        Quantiles, Metric("Time of a step per token.", "between tokens ms p50/p90", digits=2, parts=("p50", "p90"))
     ]
 
 
 _OUTPUTS = ("accuracy", "num_cut", "num_parsed", "compiled")
-_WIDE = ("acceptance_rate", "step_ms/p20", "num_cut", "num_parsed", "compiled")
+_WIDE = ("acceptance_rate", "step_ms", "num_cut", "num_parsed", "compiled")
 GENERATE = columns(
-    MethodResult, "method", "decode_tokens_per_s", "wall_tokens_per_s", "step_ms/mean", "step_ms/p20",
+    MethodResult, "method", "decode_tokens_per_s", "wall_tokens_per_s", "step_ms/mean", "step_ms",
     "tokens_per_step", "acceptance_rate", "ttft_ms", "speedup_decode", "lossless", *_OUTPUTS,
     wide=(*_WIDE, "wall_tokens_per_s", "ttft_ms"),
 )  # fmt: skip

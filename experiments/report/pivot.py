@@ -3,16 +3,17 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import sqrt
 from statistics import fmean
 from typing import NamedTuple
+
+from markupsafe import Markup
 
 from experiments.report import tables
 from experiments.report.intervals import interval
 from experiments.report.tables import DASH, Column, Result
 
-AVERAGE = "average"
+AVERAGE, METHOD = "average", "method"
 _LATEX = {"\\": r"\textbackslash{}", "^": r"\^{}", "~": r"\~{}"} | {each: f"\\{each}" for each in "&%$#_{}"}
 
 
@@ -88,16 +89,16 @@ def markdown(pivots: Sequence[Pivot]) -> str:
 
 def html(pivots: Sequence[Pivot]) -> str:
     """As `markdown`, for a page."""
-    titles = (f"<p>{escape(f'{each.title} ({each.figure_names})')}</p>" for each in pivots)
+    titles = (Markup("<p>{}</p>").format(f"{each.title} ({each.figure_names})") for each in pivots)
     blocks = (title + tables.html_table(*_table(each)) for title, each in zip(titles, pivots, strict=True))
-    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", "".join(blocks))
+    return Markup(re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", "".join(blocks)))
 
 
 def _table(pivot: Pivot) -> tuple[list[Column], list[Result]]:
     """Columns and lines of `pivot`, whose first column has the names of the rows."""
-    names = ["method", *pivot.columns]
-    columns = [Column(name, lambda line, name=name: line[name], numeric=name != names[0]) for name in names]  # type: ignore[misc]
-    return columns, [dict(zip(names, line, strict=True)) for line in _lines(pivot, _plain)]
+    names = [METHOD, *pivot.columns]
+    columns = [Column(name, lambda line, name=name: line[name], numeric=name != METHOD) for name in names]  # type: ignore[misc]
+    return columns, _lines(pivot, _plain)
 
 
 def latex(pivots: Sequence[Pivot], caption: str, label: str) -> str:
@@ -106,7 +107,8 @@ def latex(pivots: Sequence[Pivot], caption: str, label: str) -> str:
     body = [f"method & {' & '.join(map(latex_escaped, columns))} \\\\"]
     for pivot in pivots:
         body += ["\\hline", f"\\multicolumn{{{len(columns) + 1}}}{{c}}{{{latex_escaped(pivot.title)}}} \\\\", "\\hline"]
-        body += [" & ".join([latex_escaped(name), *cells]) + r" \\" for name, *cells in _lines(pivot, _mathematical)]
+        lines = (line.values() for line in _lines(pivot, _mathematical))
+        body += [" & ".join([latex_escaped(name), *cells]) + r" \\" for name, *cells in lines]
     return "\n".join(
         [
             "\\begin{table*}[t]",
@@ -141,17 +143,16 @@ def _mean(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(fmean(each.value for each in estimates), half)
 
 
-def _lines(pivot: Pivot, show: Callable[[Estimate, Figure, bool], str]) -> list[list[str]]:
-    """Rows of texts, the name of each row first."""
-    best = {column: pivot.best(column) for column in pivot.columns}
-    lines = []
+def _lines(pivot: Pivot, show: Callable[[Estimate, Figure, bool], str]) -> list[Result]:
+    """Texts by column, the name of the row first."""
+    lines: list[Result] = []
     for row in pivot.rows:
-        texts = []
+        line = {METHOD: row}
         for column in pivot.columns:
-            parts = zip(pivot.cells.get((row, column), ()), pivot.figures, best[column], strict=False)
+            parts = zip(pivot.cells.get((row, column), ()), pivot.figures, pivot.best(column), strict=False)
             shown = [show(each, figure, round(each.value, figure.digits) == most) for each, figure, most in parts]
-            texts.append(" / ".join(shown) or DASH)
-        lines.append([row, *texts])
+            line[column] = " / ".join(shown) or DASH
+        lines.append(line)
     return lines
 
 

@@ -55,11 +55,6 @@ class RunFolder:
         self._heart.start()
         self.write(STATUS, self._status_text())
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that have ended and are on disk."""
-        return len(self.requests.entries)
-
     def record(self, request: Mapping[str, Any]) -> None:
         """Append a request that has ended to requests.jsonl, so that nothing which ends the run can lose it."""
         self.requests.append(request)
@@ -92,12 +87,10 @@ class RunFolder:
             self.path.rmdir()
 
     def _stop(self) -> None:
-        """End the heartbeat and close the logs."""
+        """End the heartbeat and release the folder."""
         self._ended.set()
         if self._heart.is_alive():
             self._heart.join()
-        self.requests.close()
-        self.decodings.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -108,7 +101,7 @@ class RunFolder:
             self._write_status()
 
     def _status_text(self) -> str:
-        return to_json({**self._status, "requests": self.num_requests})
+        return to_json({**self._status, "requests": len(self.requests.entries)})
 
     def _write_status(self) -> None:
         """Write status.json. On a full disk the new text goes into the place that the old one has."""
@@ -154,7 +147,7 @@ def open_run_folder(
         folder.finish("interrupted")
         raise KeyboardInterrupt(_kept(folder, can_resume)) from error
     except UserError as error:
-        if folder.num_requests or folder.resumed:
+        if folder.requests.entries or folder.resumed:
             folder.finish("failed", str(error))
         else:
             folder.discard()
@@ -171,6 +164,6 @@ def _kept(folder: RunFolder, can_resume: bool) -> str:
     """The files of a run that ended early, and how to resume it."""
     if not (folder.path / CONFIG).is_file():
         return "nothing was decoded: start the run again"
-    kept = f"requests that had ended: {folder.num_requests}, in {folder.path / REQUESTS}"
+    kept = f"requests that had ended: {len(folder.requests.entries)}, in {folder.path / REQUESTS}"
     resumed = shlex.join(["python", "run.py", f"resume={folder.path}"])
     return f"{kept}\ngo on with {resumed}" if can_resume else kept

@@ -9,16 +9,8 @@ import numpy as np
 
 from algorithms.engine.request import Completion
 from algorithms.engine.session import Generation
+from experiments.report import metrics
 from experiments.report.intervals import interval, ratio_interval, wilson
-from experiments.report.metrics import (
-    AcceptanceCounts,
-    AcceptanceFigures,
-    Counts,
-    Difference,
-    Lossless,
-    Prediction,
-    Times,
-)
 
 Score = Callable[[int, str], bool]
 Look = Callable[[int, Mapping[str, Any]], dict[str, Any]]
@@ -36,38 +28,29 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or not denominator else numerator / denominator
 
 
-def acceptance_by_position(steps: Sequence[tuple[int, bool]], max_depth: int) -> AcceptanceCounts:
-    """Entry i counts the steps that reached draft i + 1. A step is (accepted drafts, whether the accepted path ended
-    where nothing was drafted)."""
-    ends = Counter(steps)
-    histogram = [ends[k, False] + ends[k, True] for k in range(max_depth + 1)]
-    return {
-        "accepted": [sum(histogram[i + 1 :]) for i in range(max_depth)],
-        "rejected": [ends[i, False] for i in range(max_depth)],
-        "no_draft": [ends[i, True] for i in range(max_depth)],
-    }
-
-
 def acceptance_figures(
     steps: Sequence[tuple[int, bool]], produced: Sequence[int], num_steps: Sequence[int], output_tokens: int, depth: int
-) -> AcceptanceFigures:
-    """Figures of `steps` as `acceptance_by_position` takes them; `produced` tokens and `num_steps` are by request."""
-    positions, accepted = acceptance_by_position(steps, depth), Counter(count for count, _ in steps)
-    drafted = [(yes, yes + no) for yes, no in zip(positions["accepted"], positions["rejected"], strict=True)]
+) -> metrics.AcceptanceFigures:
+    """Figures of `steps`, each of (accepted drafts, whether the accepted path ended where nothing was drafted);
+    `produced` tokens and `num_steps` are by request."""
+    ends = Counter(steps)
+    histogram = [ends[k, False] + ends[k, True] for k in range(depth + 1)]
+    accepted, rejected = [sum(histogram[i + 1 :]) for i in range(depth)], [ends[i, False] for i in range(depth)]
+    drafted = [(yes, yes + no) for yes, no in zip(accepted, rejected, strict=True)]
     return {
         "num_requests": len(produced),
         "output_tokens": output_tokens,
         "row_steps": len(steps),
         "tokens_per_step": ratio(sum(produced), len(steps)),
         "tokens_per_step_interval": ratio_interval(produced, num_steps),
-        "num_accepted_histogram": [accepted[k] for k in range(depth + 1)],
-        "acceptance": positions,
+        "num_accepted_histogram": histogram,
+        "acceptance": {"accepted": accepted, "rejected": rejected, "no_draft": [ends[i, True] for i in range(depth)]},
         "acceptance_at": [ratio(*pair) for pair in drafted],
         "acceptance_at_interval": [wilson(*pair) for pair in drafted],
     }
 
 
-def summarize_outputs(completions: Sequence[Completion], max_depth: int) -> Counts:
+def summarize_outputs(completions: Sequence[Completion], max_depth: int) -> metrics.Counts:
     """Figures of one decoding of all requests that do not depend on a clock."""
     steps = [step for c in completions for step in zip(c.accepted_counts, c.ran_out, strict=True)]
     num_steps = [len(c.accepted_counts) for c in completions]
@@ -91,7 +74,7 @@ def summarize_outputs(completions: Sequence[Completion], max_depth: int) -> Coun
     }
 
 
-def summarize_times(rounds: Sequence[Generation]) -> Times:
+def summarize_times(rounds: Sequence[Generation]) -> metrics.Times:
     """The times of decodings of the same requests: rates are pooled, sums are means over the rounds."""
 
     def mean(values: Sequence[float]) -> float:
@@ -147,7 +130,7 @@ def against_baseline(result: Mapping[str, Any], baseline: Mapping[str, Any]) -> 
     return found | {"prediction": predict_speedup(result, baseline)}
 
 
-def predict_speedup(method: Mapping[str, Any], baseline: Mapping[str, Any]) -> Prediction:
+def predict_speedup(method: Mapping[str, Any], baseline: Mapping[str, Any]) -> metrics.Prediction:
     """The decode speedup that tokens per step and step times predict, and the factors between it and the measured one.
 
     predicted = tokens_per_step / step_time_ratio, where the ratio is of mean step times. Exactly,
@@ -177,7 +160,7 @@ def lossless(
     baseline: Sequence[Completion] | None,
     look: Look | None = None,
     ties_possible: bool = True,
-) -> Lossless:
+) -> metrics.Lossless:
     """How many requests have exactly the tokens of the baseline, and where the first that differs does so.
     `look(index, difference)` adds the logits at a difference and says whether it is a numerical tie. The reported
     difference is the first that is no tie, else the first. Without `ties_possible` only the first is looked at."""
@@ -196,7 +179,7 @@ def lossless(
     }
 
 
-def first_difference(ours: Completion, plain: Completion) -> Difference:
+def first_difference(ours: Completion, plain: Completion) -> metrics.Difference:
     """The first position at which two token sequences differ; a token is None where its sequence has ended."""
     pairs = zip(ours.token_ids, plain.token_ids, strict=False)
     shorter = min(len(ours.token_ids), len(plain.token_ids))

@@ -12,7 +12,6 @@ import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from textwrap import wrap
 from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -21,6 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from experiments.report.json_log import to_json
+from experiments.report.templates import html
 
 Result = Mapping[str, Any]  # one line of a table. The tasks declare their keys.
 DASH = "–"
@@ -41,19 +41,24 @@ class Column:
 @dataclass(frozen=True)
 class Metric:
     """The meaning of a key of a result, and how a table shows it; see above. A cell is `scale` times the value with
-    `digits` and `unit`, and with the half-width of its 95 % interval where the result has the key `<key>_interval`.
-    `show` replaces that. A metric without a `title` is in no table."""
+    `digits` and `unit`, and with the half-width of its 95 % interval where the result has the key `<key>_interval`. Of
+    nested figures it shows the `parts`. `show` replaces that. A metric without a `title` is in no table.
+    """
 
     help: str
     title: str = ""
     digits: int = 1
     unit: str = ""
     scale: float = 1
+    parts: tuple[str, ...] = ()
     show: Callable[[Result], str] | None = None
     tone: Callable[[Result], str | None] = lambda result: None
 
     def column(self, path: str, numeric: bool) -> Column:
         def figures(result: Result) -> str:
+            if self.parts:
+                values = [at(result, f"{path}/{part}") for part in self.parts]
+                return DASH if None in values else "/".join(figure(each, self.digits) for each in values)
             value, interval = at(result, path), at(result, f"{path}_interval")
             if value is None or isinstance(value, str):
                 return value or (DASH if value is None else "")
@@ -107,12 +112,6 @@ def at(result: Result, path: str) -> Any:
     return found
 
 
-def joined(result: Result, *paths: str, digits: int, by: str) -> str:
-    """Several figures in one cell; a dash where one is missing."""
-    values = [at(result, path) for path in paths]
-    return DASH if None in values else by.join(figure(value, digits) for value in values)
-
-
 class WholeWords(RichTable):
     """A table that is wider than the terminal where a word of it would not fit; print it with `crop=False`."""
 
@@ -152,18 +151,7 @@ def markdown(columns: Sequence[Column], results: Sequence[Result]) -> str:
 
 
 def html_table(columns: Sequence[Column], results: Sequence[Result]) -> str:
-    columns = with_values(columns, results)
-
-    def cell(tag: str, column: Column, content: str, tone: str | None = None) -> str:
-        classes = " ".join(filter(None, ["" if column.numeric else "text", tone]))
-        return f'<{tag} class="{classes}">{escape(content)}</{tag}>' if classes else f"<{tag}>{escape(content)}</{tag}>"
-
-    head = "".join(cell("th", column, column.title) for column in columns)
-    body = "".join(
-        "<tr>" + "".join(cell("td", column, column.show(each), column.tone(each)) for column in columns) + "</tr>"
-        for each in results
-    )
-    return f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>"
+    return html("table", with_values(columns, results), results)
 
 
 def csv_text(results: Sequence[Result]) -> str:

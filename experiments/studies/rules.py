@@ -84,13 +84,7 @@ class RuleResult(TypedDict):
     draft_sampling: Annotated[str, Metric("How drafts are sampled.", "draft_sampling")]
     num_nodes: Annotated[int, Metric("Nodes verified per request and step, the root included.", "nodes", digits=0)]
     expected_accepted: Annotated[
-        float,
-        Metric(
-            "Mean number of accepted drafts: exact over the uniforms of the rule, for each sampled tree. ± takes "
-            "requests as independent.",
-            "accepted/step",
-            digits=3,
-        ),
+        float, Metric("Mean number of accepted drafts, exact over the uniforms.", "accepted/step", digits=3)
     ]
     expected_accepted_interval: list[float] | None
     gain: Annotated[float, Metric("Gain over the last rule on the same samples.", "gain", digits=3)]

@@ -26,13 +26,8 @@ to one, so any choice gives the small family's function, and the router is free 
   multiplies it by a random matrix. Tokens choose independently, all experts alike.
 - `popular`: the same with a random preference for each expert of a layer, from the constant channel. Its standard
   deviation is `skew` times that of a token's own logits.
-- `stream`: the router multiplies the small family's residual stream, in which neighbours resemble each other.
-
-How much a token's code has in common with that of its predecessor cannot be set. A code is a token's own, whatever it
-follows, so what two codes share they share in every text: shared by all tokens, it makes some experts popular; shared
-by tokens that often follow each other, it depends on the text. A mean over earlier codes, which attention could write,
-has another mean square in every text, and the norms would change the small family's function. `stream` is the choice
-that depends on the text before a token.
+- `stream`: the router multiplies the small family's residual stream, which depends on the text before a token, and in
+  which neighbours resemble each other. A code is a token's own in every text.
 
 A code has one mean square for all tokens, which comes out of eps as the constant's does. Folders hold one expert of a
 layer (`same_experts` in `config.json`); loading copies it.
@@ -170,14 +165,7 @@ class ShapeScaler:
     has_codes: bool = False  # whether tokens have codes, see the module
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-        ):
+        for name in (each.name for each in fields(Shape) if each.name != "num_attention_heads"):
             small, large = getattr(self.small, name), getattr(self.large, name)
             if small > large or (name == "hidden_size" and small + self.num_codes >= large):
                 raise ValueError(f"{name}: expected more than the small family's {small}, got {large}")
@@ -335,10 +323,7 @@ class ShapeScaler:
     def fusion(self, weight: Tensor, streams: int) -> Tensor:
         """[d, n * d] of the matrix that fuses n target layers to [D, streams * D]; the constant passes."""
         d, width = self.small.hidden_size, self.large.hidden_size
-        out = self.random(width, streams * width)
-        out[d:] = 0
-        used = weight.shape[1] // d
-        out[:d] = 0
+        out, used = self.full(0.0, width, streams * width), weight.shape[1] // d
         out[:d, : used * width] = self.reading(weight, used)
         out[d, d] = 1.0
         return out
@@ -463,7 +448,6 @@ def run(config: ShapeScaledConfig, composed: DictConfig) -> None:
 
 
 def main() -> None:
-    """Command line entry."""
     cli.main(run, "shape_scaled")
 
 

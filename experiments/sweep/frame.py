@@ -35,7 +35,7 @@ def read(folders: Sequence[SweepFolder], mix: bool = False) -> tuple[list[Line],
     for folder in folders:
         if not (records := folder.records()):
             raise UserError(
-                f"{folder.path} is no sweep: it has no jobs/*.json\nmake one with python run.py -m sweep=NAME …"
+                f"{folder.path} is no sweep, which python run.py -m sweep=NAME … makes: no jobs/*.json in it"
             )
         for record in records:
             found += _lines(folder, record, keys)
@@ -43,10 +43,7 @@ def read(folders: Sequence[SweepFolder], mix: bool = False) -> tuple[list[Line],
     several = [column for column in WHERE if len(values := distinct(lines, column)) > 1]
     for column in several if not mix else ():
         values = sorted(map(str, distinct(lines, column)))
-        raise UserError(
-            f"jobs of {len(values)} {column}s meet: {', '.join(values)}\n"
-            "mix=true puts them into one table with a column that tells them apart"
-        )
+        raise UserError(f"jobs of {len(values)} {column}s meet: {', '.join(values)}\nmix=true puts them into one table")
     jobs = grouped(lines, ["job"]).values()
     inner = [name for name in INNER if name not in keys and any(len(distinct(part, name)) > 1 for part in jobs)]
     used = [key for key in keys if any(line.get(key) is not None for line in lines)]

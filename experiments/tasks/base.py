@@ -1,7 +1,7 @@
 """A task: a question that is answered by a table of results, and how the results are shown."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +15,6 @@ from algorithms.engine.request import Completion, EngineError, Request
 from algorithms.engine.session import StepReport
 from algorithms.models.loading import Target
 from algorithms.parallel.collectives import from_rank_0, parallel
-from algorithms.step.sampling_params import SamplingParams
 from experiments.app.conversation import Conversations
 from experiments.app.errors import user_errors
 from experiments.app.plan import Plan
@@ -28,17 +27,9 @@ from experiments.report.metrics import MethodResult
 from experiments.report.run_folder import RunFolder
 from experiments.report.tables import Column, Result, counted, csv_text, markdown
 from experiments.report.tracking import Tracker
-from experiments.tasks import resumed
+from experiments.tasks import decoding, resumed
 from experiments.tasks.baselines import BaselineStore
-from experiments.tasks.decoding import (
-    AUTOREGRESSIVE,
-    Decoded,
-    baseline_config,
-    make_engine,
-    method_result,
-    timed_rounds,
-    warm_up,
-)
+from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded
 from specdec_kernels.launch import record_compilations
 
 SHORT_RUN_ROUNDS = 3
@@ -115,29 +106,6 @@ class Task:
     def show(self, results: Sequence[Result]) -> None:
         """Print what follows the table in the terminal."""
 
-    def settings(self) -> dict[str, Any]:
-        """The settings that the run used, with every setting of its algorithms, and none that it ignored."""
-        plan, config = self.plan, self.plan.config
-        ignored, neutral = config.task.IGNORED, asdict(SamplingParams())
-        sampling = {key: value for key, value in asdict(config.sampling).items() if value != neutral[key]}
-        sampling |= {"max_new_tokens": config.sampling.max_new_tokens, "temperature": config.sampling.temperature}
-        sampling |= {"seed": config.sampling.seed} if config.sampling.temperature > 0 else {}
-        drafters = {label: config.model.drafter_of_method(algo) for label, algo in plan.methods.items()}
-        task = {key: value for key, value in asdict(config.task).items() if key not in ("methods", "only")}
-        used = {
-            name: {k: v for k, v in values.items() if f"{name}.{k}" not in ignored and v is not None}
-            for name, values in {"sampling": sampling, "runtime": asdict(config.runtime)}.items()
-        }
-        return {
-            "task": task,
-            "algo": {label: asdict(algo) for label, algo in plan.methods.items()},
-            "backend": [asdict(backend) for backend in plan.backends],
-            "model": {"name": config.model.name, "path": str(plan.target.path)},
-            "drafters": {name: path for name, path in drafters.items() if path is not None},
-            "data": [asdict(data) for data in config.task.data_of(config)],
-            **used,
-        }
-
     def files(self, results: Sequence[Result], conditions: Mapping[str, Any]) -> dict[str, str]:
         """Files of results: the table as Markdown, CSV and JSON lines, which also carry `conditions`."""
         name = self.plan.config.task.name
@@ -207,7 +175,7 @@ class Task:
         with user_errors(EngineError):
             for request in rest:
                 engine.check(request)
-            warm_up(engine, plan, rest)
+            decoding.warm_up(engine, plan, rest)
             with step_progress(self.console, title, total) as on_step, record_compilations() as compiled:
 
                 def watched(report: StepReport) -> None:
@@ -234,7 +202,7 @@ class Task:
         self, plan: Plan, target: Target, algo: Any, workload: Workload
     ) -> tuple[Engine, Algorithm, Backend]:
         """As `make_engine`: an engine that serves `workload`, without anything that earlier requests have left."""
-        return make_engine(plan, target, algo, workload.max_length)
+        return decoding.make_engine(plan, target, algo, workload.max_length)
 
     def recorder(self, data: str, method: str, round_number: int = 0) -> Callable[[Completion], None]:
         """For a task that serves requests itself: a function that records each of them as it ends."""
@@ -262,7 +230,7 @@ class Task:
         methods are interleaved, so that a machine that gets slower or faster does so for each of them; there are
         `repeats`, or as many as `task.repeats` says.
         """
-        algos = ({AUTOREGRESSIVE: baseline_config()} if baseline else {}) | dict(self.plan.methods)
+        algos = ({AUTOREGRESSIVE: decoding.baseline_config()} if baseline else {}) | dict(self.plan.methods)
         rounds: dict[str, list[Decoded]] = {label: [] for label in algos}
         number = 0
         while number < (repeats or self._num_rounds(rounds)):
@@ -271,11 +239,11 @@ class Task:
                 done = self.decode(algo, workload, requests, name, plan, first_turns=False, round_number=number)
                 rounds[label].append(done)
             number += 1
-        timed, deterministic = timed_rounds(rounds), self.plan.config.runtime.deterministic
+        timed, deterministic = decoding.timed_rounds(rounds), self.plan.config.runtime.deterministic
         found: list[tuple[MethodResult, Decoded]] = []
         for label, decoded in rounds.items():
             against = found[0] if baseline and found else None
-            result = method_result(label, decoded, timed, workload, against, self.target, deterministic)
+            result = decoding.method_result(label, decoded, timed, workload, against, self.target, deterministic)
             found.append((result, decoded[0]))
         return found
 

@@ -5,9 +5,10 @@ The target alone decodes every prompt set, too. Speedups, losslessness and accur
 
 from collections.abc import Sequence
 
-from experiments.report.html_page import acceptance_lines, section, step_times
+from experiments.report.html_page import acceptance_lines, step_times
 from experiments.report.metrics import COMPARE
 from experiments.report.tables import Result
+from experiments.report.templates import section
 from experiments.tasks.base import Task
 
 

@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from markupsafe import Markup
+
 from experiments.report import console as terminal
-from experiments.report.html_page import Card, acceptance_bars, method_cards, request_details, section, step_times
+from experiments.report.html_page import Card, acceptance_bars, method_cards, request_details, step_times
 from experiments.report.json_log import json_lines
 from experiments.report.metrics import GENERATE
 from experiments.report.summarize import answer_verdict
 from experiments.report.tables import Result
+from experiments.report.templates import section
 from experiments.tasks.base import Task
 from experiments.tasks.decoding import AUTOREGRESSIVE
 
@@ -59,7 +62,7 @@ class Generate(Task):
         return [
             acceptance_bars(results[-1]),
             section("Time of a step", step_times(results)),
-            section("Requests", "".join(map(request_details, self.records))),
+            section("Requests", Markup("").join(map(request_details, self.records))),
         ]
 
     def show(self, results: Sequence[Result]) -> None:

@@ -4,13 +4,12 @@ Captured or not, the tokens must be the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Annotated
 
 from experiments.report.metrics import MethodResult
-from experiments.report.summarize import compilations, summarize_method
 from experiments.report.tables import Metric, Result, columns
 from experiments.tasks.base import Task
+from experiments.tasks.decoding import method_result
 
 NEEDS_GPU = "needs a CUDA device"
 
@@ -54,19 +53,14 @@ class GraphAblation(Task):
             first = first or tokens
             differing = sum(a != b for a, b in zip(tokens, first, strict=True))
             steps, phases = max(1, generation.num_steps), generation.phase_times_ms
-            results.append(
-                {
-                    "level": level,
-                    "drafts_with_model": decoded.drafts_with_model,
-                    "differing": differing,
-                    "note": level_note(algo.name, level, generation.graphs.level, differing),
-                    "launch_ms_per_step": generation.launch_ms / steps,
-                    "device_ms_per_step": sum(ms for phase, ms in phases.items() if phase != "host") / steps,
-                    **summarize_method(generation, decoded.max_depth),
-                    **compilations(decoded.compiled),
-                    "graphs": asdict(generation.graphs),
-                }
-            )
+            own = {
+                "level": level,
+                "differing": differing,
+                "note": level_note(algo.name, level, generation.graphs.level, differing),
+                "launch_ms_per_step": generation.launch_ms / steps,
+                "device_ms_per_step": sum(ms for phase, ms in phases.items() if phase != "host") / steps,
+            }
+            results.append({**method_result(level, [decoded], [0], workload, None, self.target), **own})
         return results
 
     def label(self, result: Result) -> str:

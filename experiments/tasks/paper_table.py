@@ -18,12 +18,12 @@ from algorithms.frontend import SEED_STRIDE
 from algorithms.models.loading import Target
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
-from experiments.report.html_page import section
 from experiments.report.intervals import wilson
 from experiments.report.json_log import json_lines
 from experiments.report.metrics import MethodResult
 from experiments.report.pivot import Estimate, Figure, Pivot, csv_text, html, latex, markdown, over_seeds, with_average
 from experiments.report.tables import Metric, Result, columns
+from experiments.report.templates import section
 from experiments.tasks import resumed
 from experiments.tasks.compare import Compare
 from experiments.tasks.decoding import AUTOREGRESSIVE, make_engine

@@ -9,6 +9,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,18 +23,13 @@ if TYPE_CHECKING:
     from experiments.report.tables import Result
     from experiments.tasks.base import Task
 
+NEUTRAL = ("sweep.", "tracker", "paths.", "name=", "samples=")  # settings that the name of a job does not hold
 OWN_KEYS = ("name", "task", "objective", "failures", "rows")  # keys of a summary that are no conditions of the run
 
 
 def command(typed: Sequence[str]) -> str:
     """The command line of one run with the settings `typed`."""
     return " ".join(["python run.py", *map(shlex.quote, typed)])
-
-
-def own_name(overrides: Sequence[str]) -> str:
-    """A job's name in its sweep: what was typed for it."""
-    neutral = ("sweep.", "tracker", "paths.", "name=", "samples=")
-    return " ".join(text for text in overrides if not text.lstrip("+").startswith(neutral))
 
 
 def run_task(config: RunConfig, composed: DictConfig) -> float:
@@ -73,15 +69,16 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
             folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
         identity = Identity(config.name)
         if config.sweep.name is not None:
-            identity = Identity(own_name(typed) or config.name, config.sweep.name, path.name)
+            own = " ".join(text for text in typed if not text.lstrip("+").startswith(NEUTRAL))
+            identity = Identity(own or config.name, config.sweep.name, path.name)
         tracker = stack.enter_context(tracking(config.tracker, folder.path, resolved, identity, config.task.name))
         task.folder, task.tracker = folder, tracker
         if config.sweep.name is not None and config.sweep.share_baseline and config.runtime.tensor_parallel == 1:
             task.baselines = baselines.BaselineStore(folder.path.parent / baselines.FOLDER)
         results = task.measure()
         folder.requests.replace(task.requests_in_order())
-        notes, failures = task.warnings(results), task.failures(results)
-        summary = _write(task, command(typed), results, notes, failures)
+        notes = task.warnings(results)
+        summary = _write(task, composed, command(typed), results, notes)
         notes += tracker.finish(summary, task.best(results))
     console.print(console_table(task.title, task.columns, results), crop=False)
     task.show(results)
@@ -90,26 +87,28 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     for warning in notes:
         say(f"warning: {warning}", "yellow")
     say(f"report: {folder.path / REPORT}")
-    if failures:
-        raise NotLossless("\n".join(["not lossless", *failures]))
+    if summary["failures"]:
+        raise NotLossless("\n".join(["not lossless", *summary["failures"]]))
     return task.value(results)
 
 
-def _write(task: Task, typed: str, results: Sequence[Result], notes: list[str], failures: list[str]) -> dict[str, Any]:
+def _write(task: Task, composed: DictConfig, typed: str, results: Sequence[Result], notes: list[str]) -> dict[str, Any]:
     """Write the files of a finished run, which the command `typed` started; returns its summary."""
+    from experiments.app.identity import what_matters
     from experiments.app.provenance import run_conditions
     from experiments.app.resume import CONFIG
     from experiments.report.html_page import render
     from experiments.report.run_folder import DECODINGS, REPORT, REQUESTS, SUMMARY
 
-    plan = task.plan
+    plan, failures = task.plan, task.failures(results)
     summary: dict[str, Any] = {"name": plan.config.name, "task": plan.config.task.name, "objective": task.objective}
     summary |= run_conditions(plan.config, plan.hardware, plan.model_label)
     summary |= {"command": typed, "failures": failures, "rows": results}
     conditions = {key: value for key, value in summary.items() if key not in OWN_KEYS}
     files = task.files(results, conditions)
     links = sorted({*files, REQUESTS, DECODINGS, CONFIG, SUMMARY})
-    shown = task.settings(), notes, task.headline(results), task.sections(results), failures, links
+    settings = what_matters(composed) | {"algo": {label: asdict(algo) for label, algo in plan.methods.items()}}
+    shown = settings, notes, task.headline(results), task.sections(results), failures, links
     page = render(task.title, task.columns, results, conditions, *shown)
     task.folder.write_results({**files, REPORT: page}, summary)
     return summary

@@ -13,11 +13,11 @@ from itertools import pairwise
 from algorithms.engine.request import Completion, Request
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
-from experiments.report.html_page import section
 from experiments.report.metrics import THROUGHPUT, ThroughputResult
 from experiments.report.plots import Series, chart
 from experiments.report.summarize import quantiles
 from experiments.report.tables import Result
+from experiments.report.templates import section
 from experiments.tasks.base import Task
 
 
@@ -51,11 +51,9 @@ class Throughput(Task):
         repeats = [result for result in results if result["distinct_prompts"] < result["num_requests"]]
         if repeats:
             most = max(repeats, key=lambda result: result["num_requests"])
-            found.append(
-                f"prompts were used more than once (×{most['concurrency']}: {most['num_requests']} requests for "
-                f"{most['distinct_prompts']} distinct): an algorithm that learns from what it serves, such as ngram, "
-                "has seen the answers before and looks faster than it is; raise data.limit"
-            )
+            times = f"×{most['concurrency']}: {most['num_requests']} requests for {most['distinct_prompts']} distinct"
+            why = "an algorithm that learns from what it serves, such as ngram, has seen the answers; raise data.limit"
+            found.append(f"prompts were used more than once ({times}): {why}")
         return found
 
     def sections(self, results: Sequence[Result]) -> list[str]:

@@ -73,9 +73,7 @@ def settings_of(words: Sequence[str]) -> dict[str, DictConfig]:
     if not any(word.startswith("train.steps=") for word in words):
         raise UserError("a list of drafters is trained on the same tokens: give their number of steps as train.steps=…")
     if any(word.startswith("train.minutes=") for word in words):
-        raise UserError(
-            "a list of drafters is trained on the same tokens: expected train.steps alone, no train.minutes"
-        )
+        raise UserError("a list of drafters is trained on the same tokens: expected no train.minutes")
     with initialize_config_dir(str(CONFIG_FOLDER), version_base="1.3"):
         return {name: _composed(name, names, words) for name in names}
 

@@ -44,6 +44,10 @@ class Rows(NamedTuple):
     inputs: Tensor
     labels: Tensor
 
+    @property
+    def num_labels(self) -> int:
+        return int((self.labels != IGNORED).sum())
+
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
     """Id of a special token; ValueError where the tokenizer is not of this family."""

@@ -153,12 +153,14 @@ class Trainer:
         with whole_file(self.folder / name) as partial, open(partial, "wb") as file:
             torch.save(state, file)
 
+    def _stored(self, name: str) -> Any:
+        return torch.load(self.folder / name, map_location=self.settings.device, weights_only=True)
+
     def resume(self) -> bool:
         """Continue from the checkpoint if there is one."""
-        path = self.folder / CHECKPOINT
-        if not path.is_file():
+        if not (self.folder / CHECKPOINT).is_file():
             return False
-        state = torch.load(path, map_location=self.settings.device, weights_only=True)
+        state = self._stored(CHECKPOINT)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -171,8 +173,7 @@ class Trainer:
         """Make the model the best one that was evaluated; returns its step."""
         if self.best is None:
             return self.step
-        state = torch.load(self.folder / BEST, map_location=self.settings.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(self._stored(BEST)["model"])
         return self.best[1]
 
     def _update(self) -> tuple[Tensor, int]:

@@ -15,7 +15,6 @@ from rich.console import Console
 from experiments import collect
 from experiments.app.errors import UserError
 from experiments.report.tables import Column, console_table
-from experiments.sweep import figures
 from experiments.sweep.folder import DONE, FAILED, REFUSED, JobRecord, SweepFolder
 from experiments.sweep.frame import best_lines, distinct, is_time, read
 from tests.experiments.toy_sweep import summary
@@ -73,9 +72,9 @@ def test_the_page_has_the_best_lines_and_figures(tmp_path: Path) -> None:
 
 def test_a_line_names_a_revision_only_where_nothing_else_tells_it() -> None:
     lines = [{"algo": f"a{i % 2}", "n": i, "speed": i, "revision": "ab"[i % 2] * 40} for i in range(4)]
-    drawn = figures.over(lines, ["algo", "n", "revision"], "n", "speed")
+    drawn = collect.over(lines, ["algo", "n", "revision"], "n", "speed")
     assert "a0</span>" in drawn and "aaaaaaa" not in drawn
-    assert "aaaaaaa</span>" in figures.over(
+    assert "aaaaaaa</span>" in collect.over(
         [line | {"algo": "x"} for line in lines], ["algo", "n", "revision"], "n", "speed"
     )
 

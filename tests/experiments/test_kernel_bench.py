@@ -197,7 +197,7 @@ def test_what_a_peer_cannot_do_is_named() -> None:
 
 def test_peers_that_are_not_there_say_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU; and with one, where neither the package nor the folder holds the library."""
-    calls = dict(sgl_kernel="verify_tree_greedy", flash_attention_3="paged_attention", flashinfer="top_p_renorm")
+    calls = dict(sgl_kernel="verify_tree_greedy", flash_attention_3="paged_attention")
     inputs = attention_inputs(Maker.seeded(), "chain", 5, (7,))
     for peer, function in calls.items():
         with pytest.raises(peers.Unavailable, match="runs on a GPU only"):
@@ -215,7 +215,7 @@ def test_a_library_is_found_in_the_named_folder(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "sm90" / "common_ops.abi3.so").write_bytes(b"no library")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv(peers.FOLDER_VARIABLE, str(tmp_path))
-    peers._load.cache_clear()
+    peers.load_library.cache_clear()
     with pytest.raises(peers.Unavailable, match="common_ops.abi3.so cannot be loaded: .*(too short|invalid)"):
         peers.load_library("sgl_kernel", "common_ops*.so")
 

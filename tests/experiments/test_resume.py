@@ -323,7 +323,6 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
     path.write_text('{"id": 0}\n{"id": 1}\n{"id": 2')
     log = JsonLog(path)
     log.append({"id": 3})
-    log.close()
     assert [entry["id"] for entry in JsonLog(path).entries] == [0, 1, 3]
     path.write_text('{"id": 0}\n{"id": 1}')
     assert [entry["id"] for entry in JsonLog(path).entries] == [0], "a line may be whole JSON and still lack its end"

@@ -7,14 +7,14 @@ need no further pass.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 from algorithms.algorithm import Algorithm
 from experiments.app.errors import UserError, user_errors
-from experiments.report.html_page import acceptance_lines, section
+from experiments.report.html_page import acceptance_lines
 from experiments.report.metrics import AcceptanceFigures
 from experiments.report.tables import Metric, Result, columns
+from experiments.report.templates import section
 from experiments.studies.replay.recorder import Recorded, read_trace, score
 from experiments.studies.replay.steps import Drafts, all_steps, perfect, summary
 from experiments.tasks.base import Task
@@ -32,17 +32,6 @@ class ReplayResult(AcceptanceFigures):
     ]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A way to draft; see `ReplayResult`."""
-
-    label: str
-    kind: str
-    drafts: list[Drafts]  # one entry per output
-    max_depth: int
-    num_nodes: int
-
-
 class Replay(Task):
     """Every method, what follows from several of them, and the bounds."""
 
@@ -57,17 +46,22 @@ class Replay(Task):
         methods = {label: make_algorithm(self.plan, self.target, algo) for label, algo in self.plan.methods.items()}
         for label, algorithm in methods.items():
             if algorithm.rule != "target_only":
-                raise UserError(
-                    f"task=replay: {label} has the rule {algorithm.rule}, which samples its drafts: they are no "
-                    "function of the tokens before, so no recorded output scores them; expected the rule target_only"
-                )
+                why = "samples its drafts, so no recorded output scores them; expected the rule target_only"
+                raise UserError(f"task=replay: {label} has the rule {algorithm.rule}, which {why}")
         trace = self._trace()
         if not trace:
             raise UserError("task=replay: the trace has no tokens")
-        candidates = self._candidates(methods, self._scored(methods, trace), trace)
-        results: list[Result] = [self._result(candidate) for candidate in candidates]
+        nothing = [Drafts([0] * len(each.tokens), [True] * len(each.tokens)) for each in trace]
+        scored = self._scored(methods, trace)
+        results: list[Result] = [self._result(AUTOREGRESSIVE, "baseline", [nothing], 0, 1)]
+        for label, algorithm in methods.items():
+            results.append(self._result(label, "method", [scored[label]], algorithm.max_depth, algorithm.num_nodes))
+        for nodes in sorted({algorithm.num_nodes for algorithm in methods.values()} - {1}):
+            right = [perfect(len(each.tokens), nodes - 1) for each in trace]
+            results.append(self._result(f"perfect, {nodes} nodes", "perfect", [right], nodes - 1, nodes))
         if len(methods) > 1:
-            results.append(self._oracle([each for each in candidates if each.kind in ("baseline", "method")]))
+            deepest = max(algorithm.max_depth for algorithm in methods.values())
+            results.append(self._result("oracle", "oracle", [nothing, *scored.values()], deepest, None))
         return results
 
     def _trace(self) -> list[Recorded]:
@@ -96,41 +90,21 @@ class Replay(Task):
             found |= dict(zip(labels, drafts, strict=True))
             num_other = num_tokens - num_chosen
             if num_other and sampling.temperature == 0 and not sampling.penalised:
-                notes.append(
-                    f"the target would choose another token at {num_other} of {num_tokens} positions of the trace: "
-                    "numerical ties of a low precision, or the trace is of another model or setting"
-                )
+                why = "numerical ties of a low precision, or the trace is of another model or setting"
+                place = f"{num_other} of {num_tokens} positions of the trace"
+                notes.append(f"the target would choose another token at {place}: {why}")
         if learning:
-            notes.append(
-                f"{', '.join(learning)}: drafts depend on the requests served before, so outputs are read one after "
-                "the other; the figures are those of runtime.max_batch=1 and this order of requests"
-            )
+            why = "drafts depend on the requests served before: figures are those of runtime.max_batch=1 and this order"
+            notes.append(f"{', '.join(learning)}: {why}")
         self._notes = tuple(dict.fromkeys(notes))
         return {label: found[label] for label in methods}
 
-    def _candidates(
-        self, methods: Mapping[str, Algorithm], scored: Mapping[str, list[Drafts]], trace: Sequence[Recorded]
-    ) -> list[Candidate]:
-        """Every candidate but the oracle."""
-        nothing = [Drafts([0] * len(each.tokens), [True] * len(each.tokens)) for each in trace]
-        found = [Candidate(AUTOREGRESSIVE, "baseline", nothing, 0, 1)]
-        for label, algorithm in methods.items():
-            found.append(Candidate(label, "method", scored[label], algorithm.max_depth, algorithm.num_nodes))
-        for nodes in sorted({algorithm.num_nodes for algorithm in methods.values()} - {1}):
-            right, name = [perfect(len(each.tokens), nodes - 1) for each in trace], f"perfect, {nodes} nodes"
-            found.append(Candidate(name, "perfect", right, nodes - 1, nodes))
-        return found
-
-    def _result(self, candidate: Candidate) -> ReplayResult:
-        figures = summary(all_steps([candidate.drafts]), candidate.max_depth)
-        name, label, kind, nodes = self.plan.workloads[0].name, candidate.label, candidate.kind, candidate.num_nodes
-        return {"data": name, "method": label, "kind": kind, "num_nodes": nodes, **figures}
-
-    def _oracle(self, singles: Sequence[Candidate]) -> ReplayResult:
-        """The choice of one method, or of none, for each step that takes the fewest steps; it knows what follows."""
-        figures = summary(all_steps([each.drafts for each in singles]), max(each.max_depth for each in singles))
-        name, label = self.plan.workloads[0].name, "oracle"
-        return {"data": name, "method": label, "kind": label, "num_nodes": None, **figures}
+    def _result(
+        self, label: str, kind: str, methods: Sequence[list[Drafts]], max_depth: int, num_nodes: int | None
+    ) -> ReplayResult:
+        """The fewest steps that one of `methods` for each step takes; each has the drafts of every output."""
+        own = {"data": self.plan.workloads[0].name, "method": label, "kind": kind, "num_nodes": num_nodes}
+        return {**own, **summary(all_steps(methods), max_depth)}  # type: ignore[typeddict-item]
 
     def warnings(self, results: Sequence[Result]) -> list[str]:
         return [*(note for workload in self.plan.workloads for note in workload.notes), *self._notes]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments.app.schema import ModelConfig, PathsConfig
 from experiments.training.loop import TrainSettings
@@ -20,7 +20,7 @@ class Objective(ABC):
     """A model with its loss and its held-out figures."""
 
     title: str
-    model: nn.Module
+    model: Any  # a module whose `config` has `to_hf`
 
     @abstractmethod
     def loss(self, number: int, progress: float) -> tuple[Tensor, int]:
@@ -35,9 +35,10 @@ class Objective(ABC):
         """The figure that the best model minimises; None keeps the last model."""
         return None
 
-    @abstractmethod
     def hf_config(self) -> dict[str, Any]:
         """The `config.json` of the trained model."""
+        found: dict[str, Any] = self.model.config.to_hf()
+        return found
 
     def weights(self) -> dict[str, Tensor]:
         """Name to tensor of the exported folder."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from algorithms.dflash.heads import CandidateSelector, GRUHead
+from algorithms.dflash.heads import GRUHead
 from algorithms.dflash.model import DFlashDrafter
 from algorithms.models.decoder import Decoder
 from experiments.training.corpus import IGNORED
@@ -29,7 +29,7 @@ def corrected(
     if drafter.gru_head is not None:
         return logits + _of_gru(drafter.gru_head, drafter.embed(target, before), hidden)
     if drafter.candidate_selector is not None:
-        return _selected(drafter, drafter.candidate_selector, logits, hidden, before, labels)
+        return _selected(drafter, logits, hidden, before, labels)
     return logits
 
 
@@ -44,15 +44,10 @@ def _of_gru(head: GRUHead, embedded: Tensor, hidden: Tensor) -> Tensor:
     return added.masked_fill(plain[:, None], 0.0)
 
 
-def _selected(
-    drafter: DFlashDrafter,
-    selector: CandidateSelector,
-    logits: Tensor,
-    hidden: Tensor,
-    before: Tensor,
-    labels: Tensor | None,
-) -> Tensor:
+def _selected(drafter: DFlashDrafter, logits: Tensor, hidden: Tensor, before: Tensor, labels: Tensor | None) -> Tensor:
     """[..., K, V]: the selector's scores; the label takes the place of the last candidate where it is none."""
+    selector = drafter.candidate_selector
+    assert selector is not None
     tokens = logits.topk(selector.num_candidates).indices
     if labels is not None:
         known = (tokens == labels[..., None]).any(-1) | (labels == IGNORED)

@@ -4,18 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from algorithms.checked import Between, Checked
-from algorithms.dflash.config import (
-    GRU,
-    HIDDEN,
-    HIDDEN_AND_TOKEN,
-    NEXT,
-    OWN,
-    SELECTOR,
-    SLOTS,
-    VANILLA,
-    ConvConfig,
-    HeadConfig,
-)
+from algorithms.dflash import config as shapes
 
 
 @dataclass
@@ -34,7 +23,7 @@ class ShapeSettings(Checked):
     target_layer_ids: list[int] | None = None
     mask_token_id: int | None = None
     own_mask: bool = False
-    slots: Annotated[str, SLOTS] = OWN
+    slots: Annotated[str, shapes.SLOTS] = shapes.OWN
     causal: bool = False
 
     def __post_init__(self) -> None:
@@ -55,9 +44,9 @@ class DFlashSettings(ShapeSettings):
     confidence_head: bool = False
 
     def parts(self) -> dict[str, Any]:
-        reads = HIDDEN_AND_TOKEN if self.markov_rank else HIDDEN
+        reads = shapes.HIDDEN_AND_TOKEN if self.markov_rank else shapes.HIDDEN
         return {
-            "head": HeadConfig(VANILLA, self.markov_rank) if self.markov_rank else None,
+            "head": shapes.HeadConfig(shapes.VANILLA, self.markov_rank) if self.markov_rank else None,
             "confidence": reads if self.confidence_head else None,
         }
 
@@ -65,7 +54,7 @@ class DFlashSettings(ShapeSettings):
 @dataclass
 class DSparkSettings(DFlashSettings):
     block_size: Annotated[int, Between(2)] = 7
-    slots: Annotated[str, SLOTS] = NEXT
+    slots: Annotated[str, shapes.SLOTS] = shapes.NEXT
     markov_rank: Annotated[int, Between(0)] = 256
     confidence_head: bool = True
 
@@ -79,7 +68,7 @@ class DominoSettings(ShapeSettings):
     num_plain: int = 1
 
     def parts(self) -> dict[str, Any]:
-        return {"head": HeadConfig(GRU, self.rank, self.gru_size, self.num_plain)}
+        return {"head": shapes.HeadConfig(shapes.GRU, self.rank, self.gru_size, self.num_plain)}
 
 
 @dataclass
@@ -93,8 +82,8 @@ class DFlash2Settings(ShapeSettings):
     conv_group: Annotated[int, Between(1)] = 16
 
     def parts(self) -> dict[str, Any]:
-        head = HeadConfig(SELECTOR, self.rank, num_candidates=self.num_candidates)
-        return {"head": head, "conv": ConvConfig(self.conv_taps, self.conv_group)}
+        head = shapes.HeadConfig(shapes.SELECTOR, self.rank, num_candidates=self.num_candidates)
+        return {"head": head, "conv": shapes.ConvConfig(self.conv_taps, self.conv_group)}
 
 
 @dataclass

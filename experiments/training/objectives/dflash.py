@@ -55,23 +55,9 @@ from algorithms.models.rotary import apply_rope, rope_table
 from algorithms.models.tokenizer import Tokenizer
 from experiments.training.batches import TrainingBatch
 from experiments.training.corpus import IGNORED
+from experiments.training.objectives import block_settings as settings
+from experiments.training.objectives import drafter as base
 from experiments.training.objectives.block_heads import corrected
-from experiments.training.objectives.block_settings import (
-    BlockSettings,
-    DFlash2Settings,
-    DFlashSettings,
-    DominoSettings,
-    DSparkSettings,
-    ShapeSettings,
-)
-from experiments.training.objectives.drafter import (
-    DrafterObjective,
-    DrafterTraining,
-    Setting,
-    channel_scales,
-    draft_decoder,
-    leading_hits,
-)
 from experiments.training.text.prompt_sources import PROBE
 
 PUBLISHED_LAYERS = 5
@@ -79,13 +65,13 @@ ANCHORS_AT_ONCE = 32  # blocks of a row that held-out figures draft in one pass,
 
 
 @dataclass
-class BlockTraining(DrafterTraining):
+class BlockTraining(base.DrafterTraining):
     """What the schemas of block drafters share."""
 
-    drafter: ShapeSettings = field(default_factory=ShapeSettings)
-    blocks: BlockSettings = field(default_factory=BlockSettings)
+    drafter: settings.ShapeSettings = field(default_factory=settings.ShapeSettings)
+    blocks: settings.BlockSettings = field(default_factory=settings.BlockSettings)
 
-    def objective(self, setting: Setting) -> BlockObjective:
+    def objective(self, setting: base.Setting) -> BlockObjective:
         target, shape = setting.target.config, self.drafter
         mask = shape.mask_token_id
         if mask is None:
@@ -93,7 +79,7 @@ class BlockTraining(DrafterTraining):
         layers = shape.num_layers or min(PUBLISHED_LAYERS, max(1, target.num_layers // 2))
         read = shape.target_layer_ids or default_target_layer_ids(target.num_layers, layers)
         config = DFlashConfig(
-            decoder=draft_decoder(target, num_layers=layers),
+            decoder=base.draft_decoder(target, num_layers=layers),
             block_size=shape.block_size,
             target_layer_ids=tuple(sorted(read)),
             mask_token_id=mask,
@@ -112,36 +98,34 @@ class BlockTraining(DrafterTraining):
 
 @dataclass
 class DFlashTraining(BlockTraining):
-    """Schema of `drafter=dflash`."""
-
-    out_dir: str = "outputs/train_dflash"
-    drafter: DFlashSettings = field(default_factory=DFlashSettings)
+    drafter: settings.DFlashSettings = field(default_factory=settings.DFlashSettings)
 
 
 @dataclass
 class DSparkTraining(BlockTraining):
     """Schema of `drafter=dspark`: the shape and the loss of DeepSpec's DSpark."""
 
-    out_dir: str = "outputs/train_dspark"
-    drafter: DSparkSettings = field(default_factory=DSparkSettings)
-    blocks: BlockSettings = field(default_factory=lambda: BlockSettings(weights="decay", gamma=4.0, token_share=0.1))
+    drafter: settings.DSparkSettings = field(default_factory=settings.DSparkSettings)
+    blocks: settings.BlockSettings = field(
+        default_factory=lambda: settings.BlockSettings(weights="decay", gamma=4.0, token_share=0.1)
+    )
 
 
 @dataclass
 class DominoTraining(BlockTraining):
     """Schema of `drafter=domino`: the shape and the loss of SpecForge's Domino."""
 
-    out_dir: str = "outputs/train_domino"
-    drafter: DominoSettings = field(default_factory=DominoSettings)
-    blocks: BlockSettings = field(default_factory=lambda: BlockSettings(weights="decay", plain_until=1.0))
+    drafter: settings.DominoSettings = field(default_factory=settings.DominoSettings)
+    blocks: settings.BlockSettings = field(
+        default_factory=lambda: settings.BlockSettings(weights="decay", plain_until=1.0)
+    )
 
 
 @dataclass
 class DFlash2Training(BlockTraining):
     """Schema of `drafter=dflash2`: the shape of z-lab's DFlash 2."""
 
-    out_dir: str = "outputs/train_dflash2"
-    drafter: DFlash2Settings = field(default_factory=DFlash2Settings)
+    drafter: settings.DFlash2Settings = field(default_factory=settings.DFlash2Settings)
 
 
 def mask_token(tokenizer: Tokenizer, vocab_size: int) -> int:
@@ -251,34 +235,26 @@ def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
-class BlockObjective(DrafterObjective):
+class BlockObjective(base.DrafterObjective):
     """Blocks at random anchors of the continuations, with a frozen target."""
 
     title = "block drafter"
     added_parts = ("markov_head.", "confidence_head.", "gru_head.", "candidate_selector.", "_conv.")
     model: DFlashDrafter
 
-    def __init__(self, drafter: DFlashDrafter, setting: Setting, blocks: BlockSettings) -> None:
-        super().__init__(drafter, setting)
-        self.target, self.shape, self.blocks = setting.target.model, drafter.config, blocks
-        self.draft_len = self.shape.num_drafts(self.shape.block_size)
+    def __init__(self, drafter: DFlashDrafter, setting: base.Setting, blocks: settings.BlockSettings) -> None:
+        self.shape, self.blocks = drafter.config, blocks
+        super().__init__(drafter, setting, self.shape.num_drafts(self.shape.block_size))
         self.compares = blocks.token_share < 1 or drafter.confidence_head is not None
-        length = self.target.config.max_position_embeddings
-        self.causal = DenseMixer(self.target.config, length, self.device)
-        self.table = rope_table(self.shape.decoder, length + self.shape.block_size, self.device)
-        sample = self.training.sample()
-        self.scales = channel_scales(self.read_target(sample.tokens)[1], sample)
-
-    def hf_config(self) -> dict[str, Any]:
-        return self.shape.to_hf()
+        self.causal = DenseMixer(self.target.config, self.length, self.device)
+        self.table = rope_table(self.shape.decoder, self.length + self.shape.block_size, self.device)
+        self.scales = self.channel_scales()
 
     def methods(self) -> dict[str, Any]:
         return {f"block_{self.shape.block_size}": DFlash.Config(), "tree_32": DFlash.Config(topk=8, num_nodes=32)}
 
     @torch.no_grad()
     def read_target(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The target's final hidden states, and its features at each layer that the drafter reads, `[B, T, hidden]`
-        each."""
         ids = self.shape.target_layer_ids
         hidden, features = self.target(tokens, self.causal, ids)
         is_last = ids[-1] == self.shape.num_target_layers - 1
@@ -378,5 +354,5 @@ class BlockObjective(DrafterObjective):
             hidden = self.hidden(batch.tokens, anchors, context)
             before = after_anchors(batch.tokens, anchors, range(self.draft_len))
             drafted = self.logits(hidden, before).argmax(-1)
-            found.scatter_(1, anchors, leading_hits(drafted == labels))
+            found.scatter_(1, anchors, base.leading_hits(drafted == labels))
         return found

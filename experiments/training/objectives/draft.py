@@ -21,13 +21,7 @@ from algorithms.models.decoder import Decoder
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.standalone import Standalone
 from experiments.training.batches import TrainingBatch, shifted
-from experiments.training.objectives.drafter import (
-    DrafterObjective,
-    DrafterTraining,
-    Setting,
-    draft_decoder,
-    leading_hits,
-)
+from experiments.training.objectives import drafter as base
 
 COMPANIONS = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 LARGEST_SHARE = 1 / 6
@@ -53,17 +47,14 @@ class DistillSettings:
 
 
 @dataclass
-class DraftTraining(DrafterTraining):
-    """Schema of `drafter=draft`."""
-
-    out_dir: str = "outputs/train_draft"
+class DraftTraining(base.DrafterTraining):
     drafter: DraftSettings = field(default_factory=DraftSettings)
     distill: DistillSettings = field(default_factory=DistillSettings)
 
-    def objective(self, setting: Setting) -> DistillObjective:
+    def objective(self, setting: base.Setting) -> DistillObjective:
         """A fresh draft and its objective; ValueError where the draft is too large to be worth drafting with."""
         target = setting.target
-        draft = Decoder(draft_decoder(target.config, **vars(self.drafter), tie_word_embeddings=True))
+        draft = Decoder(base.draft_decoder(target.config, **vars(self.drafter), tie_word_embeddings=True))
         own, theirs = (sum(parameter.numel() for parameter in model.parameters()) for model in (draft, target.model))
         if own > LARGEST_SHARE * theirs:
             raise ValueError(f"drafter: expected at most a sixth of the target's {theirs:,} parameters, got {own:,}")
@@ -75,23 +66,19 @@ class DraftTraining(DrafterTraining):
         return DistillObjective(draft, setting, self.distill)
 
 
-class DistillObjective(DrafterObjective):
+class DistillObjective(base.DrafterObjective):
     """A small decoder and its target, on the same rows."""
 
     title = "standalone draft"
     model: Decoder
 
-    def __init__(self, draft: Decoder, setting: Setting, settings: DistillSettings) -> None:
-        super().__init__(draft, setting)
-        self.target, self.settings, self.draft_len = setting.target.model, settings, settings.draft_len
-        length = self.target.config.max_position_embeddings
-        self.mixers = {model: DenseMixer(model.config, length, self.device) for model in (self.target, draft)}
+    def __init__(self, draft: Decoder, setting: base.Setting, settings: DistillSettings) -> None:
+        super().__init__(draft, setting, settings.draft_len)
+        self.settings = settings
+        self.mixers = {model: DenseMixer(model.config, self.length, self.device) for model in (self.target, draft)}
 
     def _logits(self, model: Decoder, tokens: Tensor) -> Tensor:
         return model.logits(model(tokens, self.mixers[model])[0])
-
-    def hf_config(self) -> dict[str, Any]:
-        return self.model.config.to_hf()
 
     def methods(self) -> dict[str, Any]:
         return {f"chain_{self.draft_len}": Standalone.Config(steps=self.draft_len)}
@@ -108,4 +95,4 @@ class DistillObjective(DrafterObjective):
     def leading(self, batch: TrainingBatch) -> Tensor:
         drafted = self._logits(self.model, batch.tokens).argmax(-1)
         hits = (drafted == shifted(batch.tokens, 1)) & batch.continues(1)
-        return leading_hits(torch.stack([shifted(hits, step) for step in range(self.draft_len)], dim=-1))
+        return base.leading_hits(torch.stack([shifted(hits, step) for step in range(self.draft_len)], dim=-1))

@@ -101,22 +101,6 @@ def draft_decoder(target: DecoderConfig, **changes: Any) -> DecoderConfig:
     return replace(target, sliding_windows=(), mixings=(), mlps=(), soft_cap=None, scale=None, sinks=False, **changes)
 
 
-def channel_scales(features: Sequence[Tensor], batch: TrainingBatch) -> Tensor | None:
-    """Root mean squares `[layers, width]` float32 of the channels of `features`, each [B, T, width], over the text of
-    `batch`; None where a drafter reads no features.
-
-    The residual stream of a deep layer is much larger than a fresh layer's output, and its channels differ by orders of
-    magnitude. Training divides each channel by its scale; the exported weights are divided instead. First positions are
-    left out: decoders keep a huge, meaningless state there.
-    """
-    if not features:
-        return None
-    counted = batch.within
-    counted[:, 0] = False
-    means = torch.stack([feature.float()[counted].square().mean(0).sqrt() for feature in features])
-    return means.maximum(SMALLEST_SHARE * means.median(-1, keepdim=True).values + 1e-6)
-
-
 def leading_hits(hits: Tensor) -> Tensor:
     """How many entries before the first False of `hits [..., K]`: `[...]` int64."""
     return hits.long().cumprod(-1).sum(-1)
@@ -134,14 +118,37 @@ def num_steps(leading: Sequence[int], start: int, length: int, draft_len: int) -
 class DrafterObjective(Objective):
     """A drafter, its loss on a batch, and its drafts for known text."""
 
-    draft_len: int  # draft length of the simulated tokens per step
     added_parts: tuple[str, ...] = ()  # parts of the names of weights that a drafter may be given later
     scales: Tensor | None = None
     """Divisors `[layers, width]` of the captured features while the drafter trains, if it reads any."""
 
-    def __init__(self, drafter: nn.Module, setting: Setting) -> None:
+    def __init__(self, drafter: nn.Module, setting: Setting, draft_len: int) -> None:
+        """`draft_len` is that of the simulated tokens per step."""
         self.model, self.setting, self.config, self.device = drafter, setting, setting.config, setting.device
-        self.training, self.validation = setting.training, setting.validation
+        self.training, self.validation, self.draft_len = setting.training, setting.validation, draft_len
+        self.target = setting.target.model
+        self.length = self.target.config.max_position_embeddings
+
+    def read_target(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The target's final hidden states, and the features that the drafter reads, `[B, T, hidden]` each."""
+        raise NotImplementedError
+
+    def channel_scales(self) -> Tensor | None:
+        """Root mean squares `[layers, width]` float32 of the channels of the features, over a sample of the text; None
+        where the drafter reads no features.
+
+        The residual stream of a deep layer is much larger than a fresh layer's output, and its channels differ by
+        orders of magnitude. Training divides each channel by its scale; the exported weights are divided instead. First
+        positions are left out: decoders keep a huge, meaningless state there.
+        """
+        batch = self.training.sample()
+        features = self.read_target(batch.tokens)[1]
+        if not features:
+            return None
+        counted = batch.within
+        counted[:, 0] = False
+        means = torch.stack([feature.float()[counted].square().mean(0).sqrt() for feature in features])
+        return means.maximum(SMALLEST_SHARE * means.median(-1, keepdim=True).values + 1e-6)
 
     def weights(self) -> dict[str, Tensor]:
         return self._rescaled(self.model.state_dict(), -1)

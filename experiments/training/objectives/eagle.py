@@ -42,16 +42,8 @@ from algorithms.mtp.config import MTPConfig
 from algorithms.mtp.drafting import MTP
 from algorithms.mtp.model import MTPHead
 from experiments.training.batches import TrainingBatch, shifted
+from experiments.training.objectives import drafter as base
 from experiments.training.objectives.dflash import mask_token
-from experiments.training.objectives.drafter import (
-    FEATURE_WEIGHT,
-    DrafterObjective,
-    DrafterTraining,
-    Setting,
-    channel_scales,
-    draft_decoder,
-    leading_hits,
-)
 
 STEP_DISCOUNT = 0.8
 PUBLISHED_VOCABULARY = 32_000
@@ -76,14 +68,11 @@ class HeadSettings(Checked):
 
 
 @dataclass
-class EagleTraining(DrafterTraining):
-    """Schema of `drafter=eagle`."""
-
-    out_dir: str = "outputs/train_eagle"
+class EagleTraining(base.DrafterTraining):
     drafter: HeadSettings = field(default_factory=HeadSettings)
     chain: ChainSettings = field(default_factory=lambda: ChainSettings(steps=6, feature_weight=0.5))
 
-    def objective(self, setting: Setting) -> ChainObjective:
+    def objective(self, setting: base.Setting) -> ChainObjective:
         drafter = EagleDrafter(EagleConfig(head_config(self.drafter, setting.target.config)))
         drafter.bind(setting.target.model)
         drafter.reset_parameters()
@@ -100,17 +89,14 @@ class Eagle3Settings(HeadSettings):
 
 
 @dataclass
-class Eagle3Training(DrafterTraining):
-    """Schema of `drafter=eagle3`."""
-
-    out_dir: str = "outputs/train_eagle3"
+class Eagle3Training(base.DrafterTraining):
     drafter: Eagle3Settings = field(default_factory=Eagle3Settings)
     chain: ChainSettings = field(default_factory=ChainSettings)
 
-    def objective(self, setting: Setting) -> ChainObjective:
+    def objective(self, setting: base.Setting) -> ChainObjective:
         return ChainObjective("EAGLE-3 head", self.head(setting), setting, self.chain, Eagle3.Config)
 
-    def head(self, setting: Setting, num_layers: int = 1, mask: int | None = None) -> Eagle3Drafter:
+    def head(self, setting: base.Setting, num_layers: int = 1, mask: int | None = None) -> Eagle3Drafter:
         """A fresh head; `mask` is P-EAGLE's mask token."""
         target = setting.target.config
         size = PUBLISHED_VOCABULARY if target.vocab_size >= 3 * PUBLISHED_VOCABULARY else max(1, target.vocab_size // 4)
@@ -143,13 +129,10 @@ class PEagleSettings(Eagle3Settings):
 
 @dataclass
 class PEagleTraining(Eagle3Training):
-    """Schema of `drafter=peagle`."""
-
-    out_dir: str = "outputs/train_peagle"
     drafter: PEagleSettings = field(default_factory=PEagleSettings)
     chain: ChainSettings = field(default_factory=lambda: ChainSettings(steps=8))
 
-    def objective(self, setting: Setting) -> OnePassObjective:
+    def objective(self, setting: base.Setting) -> OnePassObjective:
         mask = self.drafter.mask_token_id
         if mask is None:
             mask = mask_token(setting.tokenizer, setting.target.config.vocab_size)
@@ -162,15 +145,12 @@ class PEagleTraining(Eagle3Training):
 
 
 @dataclass
-class MTPTraining(DrafterTraining):
-    """Schema of `drafter=mtp`."""
-
-    out_dir: str = "outputs/train_mtp"
+class MTPTraining(base.DrafterTraining):
     chain: ChainSettings = field(default_factory=lambda: ChainSettings(steps=3))
 
-    def objective(self, setting: Setting) -> ChainObjective:
+    def objective(self, setting: base.Setting) -> ChainObjective:
         target = setting.target.config
-        head = MTPHead(MTPConfig(draft_decoder(target, num_layers=1), hidden_in=RAW), target.num_layers)
+        head = MTPHead(MTPConfig(base.draft_decoder(target, num_layers=1), hidden_in=RAW), target.num_layers)
         head.bind(setting.target.model)
         head.to(self.train.device)
         head.reset_parameters()
@@ -186,7 +166,7 @@ def feature_layers(num_target_layers: int) -> tuple[int, ...]:
 
 def head_config(settings: HeadSettings, target: DecoderConfig, num_layers: int = 1) -> DecoderConfig:
     """Llama layers of the target's size, as the published heads have."""
-    return draft_decoder(
+    return base.draft_decoder(
         target,
         architecture="llama",
         qk_norm=False,
@@ -233,7 +213,7 @@ class ChainMixer:
         return out
 
 
-class ChainObjective(DrafterObjective):
+class ChainObjective(base.DrafterObjective):
     """Unrolled training of a head bound to its target."""
 
     model: EagleDrafter | Eagle3Drafter | MTPHead
@@ -242,21 +222,18 @@ class ChainObjective(DrafterObjective):
         self,
         title: str,
         drafter: EagleDrafter | Eagle3Drafter | MTPHead,
-        setting: Setting,
+        setting: base.Setting,
         chain: ChainSettings,
         algorithm: type[Eagle.Config] | type[MTP.Config],
     ) -> None:
-        super().__init__(drafter, setting)
-        self.title, self.target, self.chain, self._algorithm = title, setting.target.model, chain, algorithm
-        self.draft_len = chain.steps
-        length = self.target.config.max_position_embeddings
-        self.mixer = DenseMixer(self.target.config, length, self.device)
-        self.table = rope_table(drafter.config.decoder, length + chain.steps, self.device)
+        super().__init__(drafter, setting, chain.steps)
+        self.title, self.chain, self._algorithm = title, chain, algorithm
+        self.mixer = DenseMixer(self.target.config, self.length, self.device)
+        self.table = rope_table(drafter.config.decoder, self.length + chain.steps, self.device)
         self._learn_vocabulary()
-        sample = self.training.sample()
         # An MTP head norms the feature instead.
-        if FEATURE_WEIGHT in drafter.state_dict():
-            self.scales = channel_scales(self.read_target(sample.tokens)[1], sample)
+        if base.FEATURE_WEIGHT in drafter.state_dict():
+            self.scales = self.channel_scales()
 
     def start_from(self, folder: Path) -> None:
         super().start_from(folder)
@@ -269,9 +246,6 @@ class ChainObjective(DrafterObjective):
         self.known[vocabulary] = True
         head = self.target.lm_head or self.target.model.embed_tokens
         self.head_rows = head.weight.detach()[vocabulary]  # [draft vocabulary, hidden]
-
-    def hf_config(self) -> dict[str, Any]:
-        return self.model.config.to_hf()
 
     def methods(self) -> dict[str, Any]:
         """A chain and a tree as long as the unrolled ones, and the short chain that engines serve by default."""
@@ -294,7 +268,6 @@ class ChainObjective(DrafterObjective):
 
     @torch.no_grad()
     def read_target(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The target's final hidden states, and the features that the head reads, `[B, T, hidden]` each."""
         return self.target(tokens, self.mixer, self.model.target_layers)
 
     def batch_loss(self, batch: TrainingBatch, rng: np.random.Generator, progress: float = 1.0) -> Tensor:
@@ -327,7 +300,7 @@ class ChainObjective(DrafterObjective):
         for step, state in enumerate(self.unroll(batch.tokens, *self.read_target(batch.tokens))):
             drafted = self.model.to_target(self.model.logits(state).argmax(-1))
             hits.append((drafted == shifted(batch.tokens, 2 + step)) & batch.continues(2 + step))
-        found = leading_hits(torch.stack(hits, dim=-1))
+        found = base.leading_hits(torch.stack(hits, dim=-1))
         # Chain i drafts after the last token at i + 1.
         return torch.cat([torch.zeros_like(found[:, :1]), found[:, :-1]], dim=1)
 

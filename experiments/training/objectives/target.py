@@ -26,17 +26,8 @@ from algorithms.models.tokenizer import TOKENIZER_FILE
 from algorithms.models.tokenizer import Tokenizer as ChatTokenizer
 from algorithms.step.sampling_params import SamplingParams
 from experiments.data.arithmetic import Problem, heldout_problems, parse_answer
-from experiments.training.corpus import (
-    ASSISTANT,
-    IGNORED,
-    USER,
-    Corpus,
-    Rows,
-    save_tokenizer,
-    token_id,
-    tokenizer_sample,
-    train_tokenizer,
-)
+from experiments.training import corpus as texts
+from experiments.training.corpus import IGNORED, Corpus, Rows
 from experiments.training.objectives.base import Objective, TrainingConfig
 from experiments.training.parallel import Replicas
 from experiments.training.served import Writer
@@ -86,9 +77,6 @@ class RowSettings:
 
 @dataclass
 class TargetTraining(TrainingConfig):
-    """Schema of `drafter=target`."""
-
-    out_dir: str = "outputs/train_target"
     shape: ShapeSettings = field(default_factory=ShapeSettings)
     batch: RowSettings = field(default_factory=RowSettings)
 
@@ -109,17 +97,15 @@ class TargetTraining(TrainingConfig):
         folder = Path(self.out_dir)
         if self.resume and (folder / TOKENIZER_FILE).is_file():
             return Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        tokenizer = train_tokenizer(tokenizer_sample(self.train.seed), self.shape.vocab_size)
-        save_tokenizer(tokenizer, folder, self.shape.max_position_embeddings)
+        tokenizer = texts.train_tokenizer(texts.tokenizer_sample(self.train.seed), self.shape.vocab_size)
+        texts.save_tokenizer(tokenizer, folder, self.shape.max_position_embeddings)
         return tokenizer
 
 
 def decoder_config(settings: ShapeSettings, eos: int) -> DecoderConfig:
     """The shape that `settings` describe. Raises ValueError where the architecture cannot have it."""
-    keys = asdict(settings)
-    further = keys.pop("hf_keys") or {}
     fixed = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "eos_token_id": eos}
-    config = DecoderConfig.from_hf({**keys, **fixed, **further})
+    config = DecoderConfig.from_hf(asdict(settings) | fixed | (settings.hf_keys or {}))
     config.to_hf()
     return config
 
@@ -132,7 +118,7 @@ class TargetObjective(Objective):
 
     def __init__(self, model: Decoder, corpus: Corpus, batch: RowSettings, device: str) -> None:
         self.model, self.corpus, self.batch, self.device = model, corpus, batch, device
-        self.user, self.assistant = (token_id(corpus.tokenizer, token) for token in (USER, ASSISTANT))
+        self.user, self.assistant = (texts.token_id(corpus.tokenizer, each) for each in (texts.USER, texts.ASSISTANT))
         self.mixer = DenseMixer(model.config, max(batch.arithmetic_length, 2 * batch.code_length), device)
         rows = batch.arithmetic_rows + batch.drill_rows
         arithmetic = corpus.arithmetic_rows("loss", rows, batch.arithmetic_length, "heldout")
@@ -162,8 +148,7 @@ class TargetObjective(Objective):
         counted = labels != IGNORED
         logits = self.model.logits(hidden[counted]).float()
         losses = F.cross_entropy(logits, labels[counted], reduction="none")
-        counts = [int((rows.labels != IGNORED).sum()) for rows in kinds]
-        return [each.sum() for each in losses.split(counts)]
+        return [each.sum() for each in losses.split([rows.num_labels for rows in kinds])]
 
     def loss(self, number: int, progress: float) -> tuple[Tensor, int]:
         batch = self.batch
@@ -176,7 +161,7 @@ class TargetObjective(Objective):
         if focus := number >= batch.focus_from_step and progress >= batch.focus_from:
             arithmetic = self._focused(arithmetic)
         code = self.corpus.code_rows(number, rows, length)
-        counts = [int((rows.labels != IGNORED).sum()) for rows in (arithmetic, code)]
+        counts = arithmetic.num_labels, code.num_labels
         share = batch.focus_weight if focus else counts[0] / sum(counts)
         losses = self._sums(arithmetic, code)
         loss = share * losses[0] / counts[0] + (1 - share) * losses[1] / counts[1]
@@ -184,12 +169,7 @@ class TargetObjective(Objective):
 
     def held_out(self) -> Mapping[str, float]:
         """Loss per token on held-out problems (none of the evaluation set's) and held-out modules."""
-        return {
-            key: float(self._sums(rows)[0]) / int((rows.labels != IGNORED).sum()) for key, rows in self.heldout.items()
-        }
-
-    def hf_config(self) -> dict[str, Any]:
-        return self.model.config.to_hf()
+        return {key: float(self._sums(rows)[0]) / rows.num_labels for key, rows in self.heldout.items()}
 
     def weights(self) -> dict[str, Tensor]:
         held = self.model.state_dict()

@@ -7,7 +7,6 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from algorithms.engine.request import Request
 from algorithms.models.folder import ModelError
 from algorithms.models.tokenizer import Tokenizer
 from algorithms.step.sampling_params import SamplingParams
-from experiments.data.arithmetic import problem_stream
+from experiments.data.arithmetic import problems
 from experiments.data.code import beginnings_of, function_beginnings, heldout_files, read_source, training_files
 from experiments.data.prompts import JsonlData, load_prompts
 from experiments.training.text.settings import PLACE, KindSettings
@@ -137,33 +136,6 @@ class SampledPrompts:
         return bool(written) and written[-1] == self._turn.end
 
 
-def _arithmetic(kind: KindSettings, tokenizer: Tokenizer, seed: int) -> Take:
-    def take(split: str, first: int, count: int) -> list[list[int]]:
-        stream = problem_stream(f"drafter-{seed}-{first}", "train" if split == TRAINING else "heldout")
-        questions = dict.fromkeys(problem.question for problem in islice(stream, count))
-        return [_encoded(question, kind, tokenizer) for question in questions]
-
-    return take
-
-
-def _windows(kind: KindSettings, tokenizer: Tokenizer, seed: int) -> Take:
-    @cache
-    def tokens(split: str) -> np.ndarray:
-        files = training_files() if split == TRAINING else heldout_files()
-        ids = [tokenizer.encode(source) for path in files if (source := read_source(path)) is not None]
-        return np.concatenate([np.asarray(part, dtype=np.int64) for part in ids])
-
-    def take(split: str, first: int, count: int) -> list[list[int]]:
-        rng, prompts = random.Random(f"windows-{seed}-{split}-{first}"), []
-        for _ in range(count):
-            length = rng.randint(min(MIN_WINDOW, kind.prompt_tokens), kind.prompt_tokens)
-            start = rng.randrange(len(tokens(split)) - length)
-            prompts.append(tokens(split)[start : start + length].tolist())
-        return prompts
-
-    return take
-
-
 def _encoded(text: str, kind: KindSettings, tokenizer: Tokenizer) -> list[int]:
     """Token ids of a prompt in the markup of `kind`."""
     return tokenizer.encode(text) if kind.raw else tokenizer.encode_chat([kind.template.replace(PLACE, text)])
@@ -174,15 +146,8 @@ def open_prompts(kind: KindSettings, tokenizer: Tokenizer, seed: int, validation
     ModelError where the folder's markup does not serve the source, DataError for a file that cannot be used."""
     if kind.source == "target":
         return SampledPrompts(kind, tokenizer, seed, write)
-    if kind.source in ("arithmetic", "windows"):
-        return {"arithmetic": _arithmetic, "windows": _windows}[kind.source](kind, tokenizer, seed)
-    read = _functions if kind.source == "functions" else _file
-
-    @cache
-    def splits() -> Splits:
-        training, held_out = read(kind, tokenizer, validation)
-        random.Random(f"{kind.source}-{seed}").shuffle(training)
-        return training, held_out
+    read = {"arithmetic": _arithmetic, "windows": _windows, "functions": _functions, "file": _file}[kind.source]
+    splits = cache(lambda: read(kind, tokenizer, random.Random(f"{kind.source}-{seed}"), validation))
 
     def take(split: str, first: int, count: int) -> list[list[int]]:
         chosen = splits()[split == VALIDATION][first : first + count]
@@ -191,16 +156,42 @@ def open_prompts(kind: KindSettings, tokenizer: Tokenizer, seed: int, validation
     return take
 
 
-def _functions(kind: KindSettings, tokenizer: Tokenizer, validation: int) -> Splits:
+def _arithmetic(kind: KindSettings, tokenizer: Tokenizer, rng: random.Random, validation: int) -> Splits:
+    splits = [
+        problems(rng.randrange(1 << 31), count, split)
+        for split, count in (("heldout", validation), ("train", kind.count))
+    ]
+    held_out, training = ([_encoded(problem.question, kind, tokenizer) for problem in each] for each in splits)
+    return training, held_out
+
+
+def _windows(kind: KindSettings, tokenizer: Tokenizer, rng: random.Random, validation: int) -> Splits:
+    def windows(files: Sequence[Path], count: int) -> list[list[int]]:
+        sources = [source for path in files if (source := read_source(path)) is not None]
+        tokens = np.concatenate([np.asarray(tokenizer.encode(source)) for source in sources])
+        least, most = min(MIN_WINDOW, kind.prompt_tokens), kind.prompt_tokens
+        drawn = [(rng.randint(least, most), rng.randrange(len(tokens) - most)) for _ in range(count)]
+        return [tokens[start : start + length].tolist() for length, start in drawn]
+
+    held_out = windows(heldout_files(), validation)
+    return windows(training_files(), kind.count), held_out
+
+
+def _functions(kind: KindSettings, tokenizer: Tokenizer, rng: random.Random, validation: int) -> Splits:
     """Functions of training modules, and functions of held-out modules that are no prompts of `data=code`."""
     evaluated = {beginning.prompt for beginning in function_beginnings()}
-    training = [beginning.prompt for path in training_files() for beginning in beginnings_of(path)]
-    held_out = [beginning.prompt for path in heldout_files() for beginning in beginnings_of(path)]
-    kept = [text for text in held_out if text not in evaluated][:validation]
-    return [_encoded(text, kind, tokenizer) for text in training], [_encoded(text, kind, tokenizer) for text in kept]
+    training, held_out = (
+        [found.prompt for path in files for found in beginnings_of(path) if found.prompt not in evaluated]
+        for files in (training_files(), heldout_files())
+    )
+    rng.shuffle(training)
+    held_out = held_out[:validation]
+    return [_encoded(text, kind, tokenizer) for text in training], [
+        _encoded(text, kind, tokenizer) for text in held_out
+    ]
 
 
-def _file(kind: KindSettings, tokenizer: Tokenizer, validation: int) -> Splits:
+def _file(kind: KindSettings, tokenizer: Tokenizer, rng: random.Random, validation: int) -> Splits:
     """The prompts of a file; evenly spread ones, a tenth of it at most, are held out."""
     path = Path(str(kind.path))
     if path.suffix == ".txt":
@@ -212,5 +203,6 @@ def _file(kind: KindSettings, tokenizer: Tokenizer, validation: int) -> Splits:
     if len(prompts) < 2:
         raise ValueError(f"{path}: expected at least 2 prompts, one of them held out, got {len(prompts)}")
     step = max(len(prompts) // validation, min(10, len(prompts)))
-    held_out = set(range(0, len(prompts), step))
-    return [p for i, p in enumerate(prompts) if i not in held_out], [prompts[i] for i in sorted(held_out)]
+    training = [prompt for number, prompt in enumerate(prompts) if number % step]
+    rng.shuffle(training)
+    return training, prompts[::step]

@@ -24,15 +24,7 @@ from experiments.app.locks import locked
 from experiments.training.batches import Continuation, Text
 from experiments.training.parallel import Replicas
 from experiments.training.served import Writer
-from experiments.training.text.prompt_sources import (
-    TRAINING,
-    VALIDATION,
-    SampledPrompts,
-    Take,
-    open_prompts,
-    seed_of,
-    stop_ids,
-)
+from experiments.training.text import prompt_sources
 from experiments.training.text.settings import KindSettings, TextSettings
 
 USED = "text.json"
@@ -49,13 +41,13 @@ class TextSource:
         self.target, self.settings = target, settings
         self.tokenizer = Tokenizer.load(target.path)
         self.vocab_size = target.config.vocab_size
-        self._stop = stop_ids(self.tokenizer)
+        self._stop = prompt_sources.stop_ids(self.tokenizer)
         self._writer: Writer | None = None
         self._began = time.monotonic()
         weights = weights_fingerprint(target.path)
         self._folders = {name: self._folder(name, kind, weights) for name, kind in settings.kinds.items()}
-        self._prompts: dict[str, Take] = {
-            name: open_prompts(kind, self.tokenizer, settings.seed, settings.validation, self._write)
+        self._prompts: dict[str, prompt_sources.Take] = {
+            name: prompt_sources.open_prompts(kind, self.tokenizer, settings.seed, settings.validation, self._write)
             for name, kind in settings.kinds.items()
         }
 
@@ -90,8 +82,8 @@ class TextSource:
         """Held-out text of each kind: none of its prompts is a training prompt or one of an evaluation set."""
         found = {}
         for kind in self._folders:
-            self._provide(kind, VALIDATION, wait=True)
-            found[kind] = Text.read(self._file(kind, VALIDATION))
+            self._provide(kind, prompt_sources.VALIDATION, wait=True)
+            found[kind] = Text.read(self._file(kind, prompt_sources.VALIDATION))
         return {kind: text for kind, text in found.items() if len(text)}
 
     def close(self) -> None:
@@ -116,15 +108,15 @@ class TextSource:
     def _provide(self, kind: str, name: str, wait: bool) -> bool:
         """Write a shard if it is missing and time is left; whether it is there afterwards."""
         file, minutes = self._file(kind, name), self.settings.minutes
-        if name == VALIDATION:
-            split, first, end = VALIDATION, 0, self.settings.validation
+        if name == prompt_sources.VALIDATION:
+            split, first, end = prompt_sources.VALIDATION, 0, self.settings.validation
         else:
-            split, (first, end) = TRAINING, map(int, name.split("-"))
+            split, (first, end) = prompt_sources.TRAINING, map(int, name.split("-"))
         if not file.is_file():
             with locked(file.with_suffix(".lock"), wait) as mine:
                 in_time = minutes is None or time.monotonic() - self._began <= 60 * minutes
                 # A program that was waited for may have written it.
-                if mine and not file.is_file() and (split == VALIDATION or in_time):
+                if mine and not file.is_file() and (split == prompt_sources.VALIDATION or in_time):
                     prompts = self._prompts[kind](split, first, end - first)
                     Text.of(self._conversed(kind, name, prompts), self.vocab_size).write(file)
         return file.is_file()
@@ -135,7 +127,7 @@ class TextSource:
         answered = self._answered(prompts, settings, label)
         found = list(answered)
         for turn in range(2, settings.turns + 1):
-            assert isinstance(source, SampledPrompts)  # the settings allow turns of no other source
+            assert isinstance(source, prompt_sources.SampledPrompts)  # the settings allow turns of no other source
             ended = [c.tokens for c in answered if c.tokens[-1] in self._stop]
             label = f"{kind} {name}, turn {turn}"
             answered = self._answered(source.follow(ended, label), settings, label)
@@ -143,7 +135,7 @@ class TextSource:
         return found
 
     def _answered(self, prompts: list[list[int]], kind: KindSettings, label: str) -> list[Continuation]:
-        base, limit = seed_of(self.settings.seed, label), self.target.config.max_position_embeddings
+        base, limit = prompt_sources.seed_of(self.settings.seed, label), self.target.config.max_position_embeddings
         sampled = round(kind.sampled_share * len(prompts))
         prompts = [prompt for prompt in prompts if 1 <= len(prompt) <= limit - kind.answer_tokens]
         requests = [
