@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from hydra._internal import config_repository
+from hydra import version
+from hydra._internal import config_repository, defaults_list
 from hydra._internal.hydra import Hydra
 from hydra.core import config_store
-from omegaconf import DictConfig, OmegaConf, omegaconf
-from omegaconf._utils import get_yaml_loader
+from hydra.core.default_element import InputDefault
+from omegaconf import DictConfig, OmegaConf, _utils, base, omegaconf
+from packaging.version import Version
 
 from algorithms import registry
 from experiments.data import arithmetic
@@ -64,7 +66,7 @@ def schemas_read_once() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def files_parsed_once() -> Iterator[None]:
     """A text has one meaning, and OmegaConf copies what it is given."""
-    parsed = lru_cache(lambda text: yaml.load(text, Loader=get_yaml_loader()))
+    parsed = lru_cache(lambda text: yaml.load(text, Loader=_utils.get_yaml_loader()))
 
     def load(file: Any, Loader: Any) -> Any:
         return parsed(file if isinstance(file, str) else file.read())
@@ -102,4 +104,21 @@ def schemas_shared() -> Iterator[None]:
     """Hydra copies every registered schema for each composition, to keep one list of sources that it replaces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config_repository, "copy", SimpleNamespace(deepcopy=copy.copy))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compositions_shortened() -> Iterator[None]:
+    """Trees of interpolations are only read, a map of choices is needed where there are interpolations, and versions
+    stay."""
+    choices, resolve = defaults_list._create_interpolation_map, InputDefault._resolve_interpolation_impl
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (base, _utils):
+            patch.setattr(module, "parse", lru_cache(base.parse))
+        patch.setattr(defaults_list, "_create_interpolation_map", lambda *given: partial(choices, *given))
+        patch.setattr(
+            InputDefault, "_resolve_interpolation_impl", lambda self, known, value: resolve(self, known(), value)
+        )
+        newer = lru_cache(lambda least, base: base >= Version(least))
+        patch.setattr(version, "base_at_least", lambda least: newer(least, version.getbase()))
         yield

@@ -30,6 +30,7 @@ from experiments.sweep.driver import parse
 from experiments.sweep.folder import DONE, FAILED, KILLED, OPEN, REFUSED, RUNNING, JobRecord, SweepFolder
 from experiments.sweep.processes import VISIBLE, slots
 from tests.experiments import toy_sweep
+from tests.experiments.forked import fork_workers
 
 TOY = str(REPO_ROOT / "tests/experiments/toy_sweep.py")
 FOUR = ["limit=1,2", "seed=0,1"]
@@ -49,7 +50,8 @@ class Ended:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    """Start the toy's command line in this process, which has imported everything; rows have processes of their own."""
+    """Start the toy's command line in this process, which has imported everything; workers are forked from it."""
+    fork_workers(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
 
