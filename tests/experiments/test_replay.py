@@ -89,12 +89,6 @@ def test_the_text_is_the_recorded_one_whatever_the_target_would_write(tmp_path: 
     assert code == 2 and "expected the folder of a run with requests.jsonl" in text
 
 
-def test_sampled_drafts_are_refused(tmp_path: Path) -> None:
-    drawn = "+task.methods.drawn={name: standalone, rule: rejection}"
-    code, text, *_ = called(tmp_path, "task=replay", "data.limit=1", drawn, "task.only=[drawn]")
-    assert code == 2 and "drawn has the rule rejection" in text
-
-
 def test_the_text_confirms_the_longest_right_path() -> None:
     """A tree with two branches, a token that is right below one that is wrong, and an unused node."""
     tokens = torch.tensor([[7, 1, 2, 3, 4, 9]])

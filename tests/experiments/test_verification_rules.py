@@ -54,15 +54,3 @@ def test_the_task_on_models(run: Run) -> None:  # noqa: F811
     assert all(0 <= row["expected_accepted"] <= 3 for row in of_models) and of_models[-1]["gain"] == 0
     assert len(found.read("verification_rules.jsonl").splitlines()) == len(found.results) == 5
     assert len(found.read("requests.jsonl").splitlines()) == of_models[0]["num_requests"]
-
-
-@pytest.mark.parametrize(
-    "method, message",
-    [
-        ("{name:dflash,topk:4,num_nodes:6}", "x samples nothing: expected algo.draft_sampling=sample"),
-        ("{name:dflash,draft_sampling: sample}", "compares rules for trees: x drafts a chain"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(run: Run, method: str, message: str) -> None:  # noqa: F811
-    found = run("task=verification_rules", f"+task.methods.x={method}", "task.only=[x]")
-    assert found.returncode == 2 and message in found.stderr
