@@ -140,7 +140,7 @@ def _train_target(folder: Path, **shape: Any) -> Path:
 
 SMALL: dict[str, Any] = {"num_layers": 2, "block_size": 4, "target_layer_ids": [1, 2]}
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "dflash": {"drafter": DFlashSettings(**SMALL), "blocks": BlockSettings(anchors=12)},
+    "dflash": {"drafter": DFlashSettings(**SMALL, own_mask=True), "blocks": BlockSettings(anchors=12)},
     "dflash2": {"drafter": DFlash2Settings(rank=4, num_candidates=5, **SMALL)},
     "domino": {"drafter": DominoSettings(rank=4, gru_size=6, **SMALL)},
     "dspark": {"drafter": DSparkSettings(**SMALL, markov_rank=4)},
@@ -301,7 +301,10 @@ def test_drafter_trains_resumes_and_exports(
     loaders: dict[str, Callable[..., Any]] = {"draft": load_draft, "mtp": load_mtp}
     loaders |= dict.fromkeys(("dflash", "dflash2", "domino", "dspark"), load_dflash)
     kinds = ("P-EAGLE",) if name == "peagle" else ()
-    loaders.get(name, load_eagle)(whole, target, "cpu", torch.float32, *kinds)
+    drafter = loaders.get(name, load_eagle)(whole, target, "cpu", torch.float32, *kinds)
+    if name in ("dflash", "dspark"):  # a mask and a Markov head of its own, which begin at zero
+        own = drafter.mask_embedding if name == "dflash" else drafter.markov_head.markov_w2.weight
+        assert own.abs().max() > 0
     assert (whole / "training.svg").read_text().startswith("<?xml")
 
 
@@ -312,20 +315,6 @@ def test_drafts_of_a_short_training_are_accepted(shipped_shape: Path, tmp_path: 
     config.evaluation = EvaluationSettings(limit=2, max_new_tokens=10, batch=2)
     measured = program.train(config)["tokens_per_step"]
     assert all(tokens_per_step > 1.3 for found in measured.values() for tokens_per_step in found.values()), measured
-
-
-@pytest.mark.parametrize("parts", [{"own_mask": True}, {"markov_rank": 4}])
-def test_parts_of_a_drafters_own_are_trained_exported_and_served(
-    shipped_shape: Path, tmp_path: Path, parts: dict[str, Any]
-) -> None:
-    config = _drafter_config("dflash", shipped_shape, tmp_path, steps=2)
-    config.drafter = DFlashSettings(num_layers=2, block_size=4, **parts)  # type: ignore[attr-defined]
-    summary = program.train(config)
-    drafter = load_dflash(tmp_path, load_target(shipped_shape, "cpu", torch.float32), "cpu", torch.float32)
-    assert drafter.config.owns_mask == ("own_mask" in parts)
-    own = drafter.mask_embedding if drafter.markov_head is None else drafter.markov_head.markov_w2.weight
-    assert own is not None and own.abs().max() > 0
-    assert min(summary["tokens_per_step"]["arithmetic"].values()) >= 1.0
 
 
 BLOCKS: dict[str, ShapeSettings] = {
@@ -392,6 +381,7 @@ def _answer(target: Path, algorithm: Any, drafter: Path | None) -> list[int]:
 
 @cache
 def _plain_answer(target: Path) -> list[int]:
+    """Equal for all forms of drafters."""
     return _answer(target, "autoregressive", None)
 
 
@@ -408,16 +398,6 @@ def test_a_few_steps_lower_the_loss(shipped_shape: Path, tmp_path: Path, name: s
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] - 0.01
-
-
-@pytest.mark.parametrize("name", ["draft", "eagle", "eagle3"])
-@torch.no_grad()
-def test_an_exported_drafter_changes_no_output(shipped_shape: Path, tmp_path: Path, name: str) -> None:
-    """Those whose drafts are not compared above."""
-    objective = _objective(name, shipped_shape, tmp_path)
-    export_weights(objective.weights(), objective.hf_config(), tmp_path)
-    expected = _plain_answer(shipped_shape)
-    assert all(_answer(shipped_shape, method, tmp_path) == expected for method in objective.methods().values())
 
 
 def _list_of(target: Path, folder: Path, *words: str) -> list[str]:
