@@ -53,10 +53,13 @@ def composed_once() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def schemas_read_once() -> Iterator[None]:
     """A program registers its dataclasses when it starts. The store gives copies of them, so one reading serves all."""
-    read = lru_cache(OmegaConf.structured)
+    kept: dict[Any, DictConfig] = {}
 
     def structured(node: Any) -> DictConfig:
-        return read(node) if isinstance(node, type) else OmegaConf.structured(node)
+        key = node if isinstance(node, type) else (type(node), repr(node))
+        if key not in kept:
+            kept[key] = OmegaConf.structured(node)
+        return kept[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config_store, "OmegaConf", SimpleNamespace(structured=structured))
