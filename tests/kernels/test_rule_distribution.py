@@ -19,11 +19,10 @@ import pytest
 import torch
 
 from specdec_kernels import Accepted, SamplingTensors, TreeLinks, accept, build_tree
-from specdec_kernels.cases import Maker
 from specdec_kernels.verify import draft_by_node, expected_accepted
-from specdec_kernels.verify.cases import CASES
 from specdec_kernels.verify.types import BOTTOM_UP_RULES, CHAIN_RULES, TREE_RULES, WITHOUT_REPLACEMENT_RULES
 from tests.kernels.distributions import OFF, AcceptFunction, Filter, temperature_ignored
+from tests.kernels.test_verify import case_inputs
 
 if torch.cuda.is_available():
     pytest.skip("these run on the CPU, where reference and interpreter can be compared", allow_module_level=True)
@@ -347,10 +346,6 @@ FAULTS = [rows_of_the_draft_moved, recorded_flatter, recorded_in_8_bits, tempera
 @pytest.mark.parametrize("rule", SHAPES)
 def test_the_distribution_refuses_a_fault(rule: str, fault: AcceptFunction) -> None:
     assert distance(three_tokens(fault, rule, "spread", halvings=12), models("spread")[0]).max() > 1e-3
-
-
-def case_inputs(name: str) -> dict[str, Any]:
-    return next(case for case in CASES if case.name == name).build(Maker.seeded("cpu"))
 
 
 @pytest.mark.parametrize("rule", RULES)
