@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from hydra._internal import config_repository
+from hydra import version
+from hydra._internal import config_repository, defaults_list
 from hydra._internal.hydra import Hydra
 from hydra.core import config_store
-from omegaconf import DictConfig, OmegaConf, omegaconf
-from omegaconf._utils import get_yaml_loader
+from hydra.core.default_element import InputDefault
+from omegaconf import DictConfig, OmegaConf, _utils, base, omegaconf
+from packaging.version import Version
 
 from algorithms import registry
 from experiments.data import arithmetic
@@ -34,72 +36,65 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def steps_timed_once() -> Iterator[None]:
+def patch_of_the_session() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         time_once(patch)
+        for repeat_nothing in (compose_once, read_schemas_once, read_files_once, shorten_compositions, look_once):
+            repeat_nothing(patch)
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def composed_once() -> Iterator[None]:
+def compose_once(patch: pytest.MonkeyPatch) -> None:
     """Hydra composes every configuration twice, first to read `hydra.mode`, which no configuration here sets."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Hydra, "get_mode", lambda self, config_name, overrides: None)
-        yield
+    patch.setattr(Hydra, "get_mode", lambda self, config_name, overrides: None)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def schemas_read_once() -> Iterator[None]:
-    """A program registers its dataclasses when it starts. The store gives copies of them, so one reading serves all."""
-    read = lru_cache(OmegaConf.structured)
+def read_schemas_once(patch: pytest.MonkeyPatch) -> None:
+    """A program registers its dataclasses when it starts. The store gives copies of them, so one reading serves all,
+    and Hydra need not copy every schema for each composition, to keep one list of sources that it replaces."""
+    kept: dict[Any, DictConfig] = {}
 
     def structured(node: Any) -> DictConfig:
-        return read(node) if isinstance(node, type) else OmegaConf.structured(node)
+        key = node if isinstance(node, type) else (type(node), repr(node))
+        if key not in kept:
+            kept[key] = OmegaConf.structured(node)
+        return kept[key]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config_store, "OmegaConf", SimpleNamespace(structured=structured))
-        yield
+    patch.setattr(config_store, "OmegaConf", SimpleNamespace(structured=structured))
+    patch.setattr(config_repository, "copy", SimpleNamespace(deepcopy=copy.copy))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def files_parsed_once() -> Iterator[None]:
+def read_files_once(patch: pytest.MonkeyPatch) -> None:
     """A text has one meaning, and OmegaConf copies what it is given."""
-    parsed = lru_cache(lambda text: yaml.load(text, Loader=get_yaml_loader()))
+    parsed = lru_cache(lambda text: yaml.load(text, Loader=_utils.get_yaml_loader()))
 
     def load(file: Any, Loader: Any) -> Any:
         return parsed(file if isinstance(file, str) else file.read())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(omegaconf, "yaml", SimpleNamespace(**vars(yaml) | {"load": load}))
-        yield
+    patch.setattr(omegaconf, "yaml", SimpleNamespace(**vars(yaml) | {"load": load}))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def problems_made_once() -> Iterator[None]:
-    made = lru_cache(arithmetic.problems)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arithmetic, "problems", lambda *which: list(made(*which)))
-        yield
+def shorten_compositions(patch: pytest.MonkeyPatch) -> None:
+    """Trees of interpolations are only read, a map of choices is needed where there are interpolations, and versions
+    stay."""
+    choices, resolve = defaults_list._create_interpolation_map, InputDefault._resolve_interpolation_impl
+    parsed = lru_cache(base.parse)
+    for module in (base, _utils):
+        patch.setattr(module, "parse", parsed)
+    patch.setattr(defaults_list, "_create_interpolation_map", lambda *given: partial(choices, *given))
+    patch.setattr(InputDefault, "_resolve_interpolation_impl", lambda self, known, value: resolve(self, known(), value))
+    newer = lru_cache(lambda least, base: base >= Version(least))
+    patch.setattr(version, "base_at_least", lambda least: newer(least, version.getbase()))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def plugins_sought_once() -> Iterator[None]:
-    """What is installed stays. Plugins that a variable names are sought each time."""
-    read = registry.algorithms_in
+def look_once(patch: pytest.MonkeyPatch) -> None:
+    """What is installed stays, and so do the problems. Plugins that a variable names are sought each time."""
+    read, made = registry.algorithms_in, lru_cache(arithmetic.problems)
     shipped = lru_cache(read)
 
     def algorithms_in(package: str) -> dict[str, Any]:
         return dict(shipped(package)) if package == "algorithms" else read(package)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "entry_points", lru_cache(registry.entry_points))
-        patch.setattr(registry, "algorithms_in", algorithms_in)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def schemas_shared() -> Iterator[None]:
-    """Hydra copies every registered schema for each composition, to keep one list of sources that it replaces."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config_repository, "copy", SimpleNamespace(deepcopy=copy.copy))
-        yield
+    patch.setattr(registry, "entry_points", lru_cache(registry.entry_points))
+    patch.setattr(registry, "algorithms_in", algorithms_in)
+    patch.setattr(arithmetic, "problems", lambda *which: list(made(*which)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
@@ -50,6 +51,11 @@ def compose(*overrides: str) -> DictConfig:
     return hydra.compose("config", overrides=list(overrides))
 
 
+@cache
+def default() -> DictConfig:
+    return compose()
+
+
 @pytest.mark.parametrize("chosen", selections(), ids=" ".join)
 def test_every_option_composes_with_nothing_missing_and_builds(chosen: tuple[str, ...]) -> None:
     cfg = compose(*chosen, *(needed for option in chosen for needed in NEEDED.get(option, [])))
@@ -58,13 +64,6 @@ def test_every_option_composes_with_nothing_missing_and_builds(chosen: tuple[str
     for group, _, name in (option.partition("=") for option in chosen):
         if group in ("algo", "backend", "model", "data", "tracker", "task"):
             assert getattr(built, group).name == name
-
-
-@pytest.mark.parametrize("option", sorted(NEEDED))
-def test_what_an_option_needs_is_named(option: str) -> None:
-    key = NEEDED[option][0].split("=")[0]
-    with pytest.raises(UserError, match=f"{key} has no value"):
-        build_config(compose(option))
 
 
 def test_the_default_run_is_the_headline() -> None:
@@ -93,8 +92,9 @@ WRONG_VALUES = (
 
 @pytest.mark.parametrize("override", WRONG_VALUES.split())
 def test_ranges_are_checked_and_the_key_is_named(override: str) -> None:
+    """One composition serves all."""
     with pytest.raises(UserError, match=override.split("=")[0].replace(".", r"\.")):
-        build_config(compose(override))
+        build_config(OmegaConf.merge(default(), OmegaConf.from_dotlist([override])))
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,6 @@ def test_ranges_are_checked_and_the_key_is_named(override: str) -> None:
 )
 def test_a_run_is_named_by_what_it_measures(overrides: list[str], name: str) -> None:
     assert build_config(compose(*overrides)).name == name
-
-
-@pytest.mark.parametrize("task", ["throughput", "losslessness"])
-def test_tasks_that_size_their_own_pools_take_no_number_of_pages(task: str) -> None:
-    with pytest.raises(UserError, match=rf"runtime\.num_pages cannot be given to task={task}: each .* as it needs"):
-        build_config(compose(f"task={task}", "runtime.num_pages=64"))
-    assert build_config(compose("task=compare", "runtime.num_pages=64")).runtime.num_pages == 64
 
 
 def test_overrides_that_a_task_does_not_use_are_found() -> None:
@@ -168,24 +161,6 @@ def test_a_name_cannot_leave_the_outputs_folder() -> None:
     for name in ("../up", "a/b", "", ".hidden"):
         with pytest.raises(UserError, match="plain name"):
             build_config(compose(f"name='{name}'"))
-
-
-@pytest.mark.parametrize(
-    ("override", "key", "suggestion"),
-    [
-        ("+typo=1", "typo", None),
-        ("+nested.typo=1", "nested", None),
-        ("+data.limt=3", "data.limt", "data.limit"),
-        ("+runtime.pagesize=3", "runtime.pagesize", "runtime.page_size"),
-        ("+limit=3", "limit", "data.limit"),
-        ("+concurrency=[1]", "concurrency", r"task.concurrency=… \(with task=throughput\)"),
-    ],
-)
-def test_keys_added_past_the_schema_are_refused(override: str, key: str, suggestion: str | None) -> None:
-    with pytest.raises(UserError, match=f"unknown key '{key}'") as caught:
-        build_config(compose(override))
-    if suggestion:
-        assert caught.match(f"did you mean: .*{suggestion}")
 
 
 def test_suggestions_prefer_the_same_last_part_and_invent_nothing() -> None:

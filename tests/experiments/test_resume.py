@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -20,12 +19,12 @@ import pytest
 from experiments.app import cli
 from experiments.app.errors import UserError
 from experiments.app.locks import locked
-from experiments.app.schema import REPO_ROOT
 from experiments.report.json_log import JsonLog
 from experiments.report.run_folder import RunFolder, open_run_folder
 from experiments.sweep.folder import SweepFolder
 from experiments.sweep.job import Task, as_job
 from experiments.tasks.run import run_task
+from tests.experiments.forked import Forked
 from tests.experiments.program import model_settings
 
 TIMES = ("emitted_at_ms", "ttft_ms", "total_ms")
@@ -68,22 +67,26 @@ def run(*arguments: str, task: Task = run_task) -> int:
     return 0
 
 
-def interrupt_behind(after: int) -> Callable[[RunFolder, Mapping[str, Any]], None]:
-    """A `RunFolder.record` that is interrupted behind the `after`-th request."""
+def ending_behind(after: int, end: Callable[[], None]) -> Callable[[RunFolder, Mapping[str, Any]], None]:
+    """A `RunFolder.record` that ends the run behind the `after`-th request."""
     record = RunFolder.record
 
     def last(self: RunFolder, request: Mapping[str, Any]) -> None:
         record(self, request)
         if len(self.requests.entries) == after:
-            raise KeyboardInterrupt
+            end()
 
     return last
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def interrupted(home: Path, after: int, *arguments: str) -> Path:
     """The folder of a run that ends by an interrupt behind its `after`-th request, in the middle of a line."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "record", interrupt_behind(after))
+        patch.setattr(RunFolder, "record", ending_behind(after, interrupt))
         assert run("name=broken", *arguments) == 130
     (folder,) = (home / "outputs" / "broken").iterdir()
     assert json.loads((folder / "status.json").read_text())["status"] == "interrupted"
@@ -131,35 +134,14 @@ def test_an_interrupted_run_goes_on_to_the_same_table(task: str, models: Path, h
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
-import torch
-torch.set_num_threads(1)
-from experiments.app import cli
-from experiments.report.run_folder import RunFolder
-from experiments.tasks.run import run_task
-
-record = RunFolder.record
-
-def last(self, request):
-    record(self, request)
-    if len(self.requests.entries) == {after}:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-RunFolder.record = last
-sys.argv = ["run.py", *{arguments!r}]
-cli.main(run_task)
-"""
-
-
 def test_a_killed_run_goes_on_to_the_same_requests(models: Path, home: Path) -> None:
-    arguments = words(models, "algo=dflash")
-    script = KILLED.format(
-        root=str(REPO_ROOT), after=random_place.randrange(1, 8), arguments=["name=killed", *arguments]
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=home, timeout=250, capture_output=True)
-    assert done.returncode == -signal.SIGKILL
+    arguments, after = words(models, "algo=dflash"), random_place.randrange(1, 8)
+
+    def killed() -> None:
+        RunFolder.record = ending_behind(after, lambda: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[method-assign]
+        run("name=killed", *arguments)
+
+    assert Forked(killed).wait() == -signal.SIGKILL
     (folder,) = (home / "outputs" / "killed").iterdir()
     assert json.loads((folder / "status.json").read_text())["status"] == "running"
     assert run(f"resume={folder}") == 0
@@ -203,7 +185,7 @@ def test_a_row_of_a_sweep_goes_on_unless_the_revision_changed(
     row = as_job(run_task, ["run.py"])
     arguments = ["sweep.name=trees", *words(models, "algo=dflash")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "record", interrupt_behind(6))
+        patch.setattr(RunFolder, "record", ending_behind(6, interrupt))
         assert run(*arguments, task=row) == 130
     sweep = SweepFolder(home / "outputs/sweeps/trees")
     (record,) = sweep.records()

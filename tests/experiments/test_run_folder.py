@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 
@@ -14,10 +13,10 @@ import pytest
 
 from experiments.app.atomic_write import write_whole
 from experiments.app.errors import UserError
-from experiments.app.schema import REPO_ROOT
 from experiments.report import run_folder as records
 from experiments.report.json_log import json_lines, to_json
 from experiments.report.run_folder import RunFolder, open_run_folder
+from tests.experiments.forked import Forked
 
 
 def status(folder: Path) -> str:
@@ -118,22 +117,14 @@ def test_a_heartbeat_tells_that_the_run_is_alive(tmp_path: Path, monkeypatch: py
     assert status(tmp_path / "run") == "done" and not any(p.suffix == ".tmp" for p in (tmp_path / "run").iterdir())
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
-from pathlib import Path
-from experiments.report.run_folder import open_run_folder
-
-with open_run_folder(Path("run")) as folder:
-    folder.record({{"id": 0}})
-    folder.record({{"id": 1}})
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_a_killed_run_keeps_what_ended(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED.format(root=str(REPO_ROOT))], cwd=tmp_path, timeout=100)
-    assert done.returncode == -9
+    def killed() -> None:
+        with open_run_folder(tmp_path / "run") as folder:
+            folder.record({"id": 0})
+            folder.record({"id": 1})
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert Forked(killed).wait() == -signal.SIGKILL
     assert recorded(tmp_path / "run") == [0, 1] and status(tmp_path / "run") == "running"
 
 

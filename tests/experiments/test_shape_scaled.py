@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,52 +52,59 @@ def large(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return out
 
 
+@cache
+def small_target() -> Target:
+    return load_target(SMALL / "target", "cpu", torch.float32)
+
+
 @pytest.fixture(scope="module")
-def targets(large: Path) -> tuple[Target, Target]:
-    small, scaled = (load_target(folder / "target", "cpu", torch.float32) for folder in (SMALL, large))
-    return small, scaled
+def target(large: Path) -> Target:
+    return load_target(large / "target", "cpu", torch.float32)
 
 
-def written(target: Target, kind: Any, config: Any, folder: Path | None) -> list[Any]:
+KINDS: dict[str, tuple[Any, Any, str | None]] = {
+    "autoregressive": (Autoregressive, Autoregressive.Config(), None),
+    "dflash": (DFlash, DFlash.Config(), "dflash"),
+    "eagle3": (Eagle3, Eagle3.Config(steps=3, topk=4, num_nodes=12), "eagle3"),
+    "standalone": (Standalone, Standalone.Config(), "draft"),
+}
+
+
+def written(name: str, target: Target, family: Path) -> list[Any]:
     """Tokens and accepted drafts of each step, greedy and sampled."""
+    kind, config, drafter = KINDS[name]
     tokenizer = Tokenizer.load(SMALL / "target")
     prompts = [tuple(tokenizer.encode_chat([text])) for text in PROMPTS]
     asked = [
-        Request(index, prompt, SamplingParams(max_new_tokens=12, temperature=0.7 * (index % 2), seed=index))
+        Request(index, prompt, SamplingParams(max_new_tokens=8, temperature=0.7 * (index % 2), seed=index))
         for index, prompt in enumerate(prompts * 2)
     ]
-    algorithm = kind(config, target, None if folder is None else str(folder))
+    algorithm = kind(config, target, drafter and str(family / drafter))
     done = run(algorithm, asked, Setup(backend="torch", max_batch=4, max_length=160), target)
     return [(completion.token_ids, completion.accepted_counts) for completion in done.completions]
 
 
-@pytest.mark.parametrize(
-    "kind, config, drafter",
-    [
-        (Autoregressive, Autoregressive.Config(), None),
-        (DFlash, DFlash.Config(), "dflash"),
-        (Eagle3, Eagle3.Config(steps=3, topk=4, num_nodes=12), "eagle3"),
-        (Standalone, Standalone.Config(), "draft"),
-    ],
-    ids=["autoregressive", "dflash", "eagle3", "standalone"],
-)
-def test_the_large_family_writes_what_the_small_one_writes(
-    large: Path, targets: tuple[Target, Target], kind: Any, config: Any, drafter: str | None
-) -> None:
-    folders = [None if drafter is None else root / drafter for root in (SMALL, large)]
-    small, scaled = (written(t, kind, config, f) for t, f in zip(targets, folders, strict=True))
-    assert scaled == small
-    assert drafter is None or max(max(counts) for _, counts in small) > 0, "nothing is accepted: the test sees little"
+@cache
+def written_by_the_small_one(name: str) -> list[Any]:
+    return written(name, small_target(), SMALL)
 
 
-def test_the_folders_have_the_named_sizes(large: Path) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_the_large_family_writes_what_the_small_one_writes(large: Path, target: Target, name: str) -> None:
+    small = written_by_the_small_one(name)
+    assert written(name, target, large) == small
+    drafts = name != "autoregressive"
+    assert not drafts or max(max(counts) for _, counts in small) > 0, "nothing is accepted: the test sees little"
+
+
+def test_the_folders_have_the_named_sizes(large: Path, target: Target) -> None:
     family = SHAPES["test"]
     for name, shape in (("target", family.target), ("draft", family.draft)):
         assert Shape.of(json.loads((large / name / "config.json").read_text())) == shape
         assert (large / name / "tokenizer.json").read_bytes() == (SMALL / name / "tokenizer.json").read_bytes()
     configs = [json.loads((large / name / "config.json").read_text()) for name in FOLDERS]
     assert [config["max_position_embeddings"] for config in configs] == [LONGEST] * 4
-    model = load_target(large / "target", "cpu", torch.float32).model
+    model = target.model
     for layer in model.model.layers:
         if isinstance(layer.mlp, Experts):
             check_experts(layer.mlp)
@@ -148,9 +156,9 @@ def test_routers_choose_as_they_are_named() -> None:
     assert shared > 5 * topk / count
 
 
-def test_unused_tokens_never_win(targets: tuple[Target, Target]) -> None:
+def test_unused_tokens_never_win(target: Target) -> None:
     """Also where every logit of the small model is negative."""
-    small, scaled = (target.model for target in targets)
+    small, scaled = small_target().model, target.model
     width, vocab = small.config.hidden_size, small.config.vocab_size
     hidden = -small.logits(torch.eye(width)).mean(-1)  # a direction that all tokens dislike
     stream = torch.zeros(1, scaled.config.hidden_size)

@@ -9,7 +9,7 @@ import csv
 import json
 import os
 import random
-import subprocess
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -30,14 +30,16 @@ from experiments.sweep.driver import parse
 from experiments.sweep.folder import DONE, FAILED, KILLED, OPEN, REFUSED, RUNNING, JobRecord, SweepFolder
 from experiments.sweep.processes import VISIBLE, slots
 from tests.experiments import toy_sweep
+from tests.experiments.forked import Forked, fork_workers
 
 TOY = str(REPO_ROOT / "tests/experiments/toy_sweep.py")
 FOUR = ["limit=1,2", "seed=0,1"]
 
 
-def environment(**variables: str) -> dict[str, str]:
-    path = os.pathsep.join([str(REPO_ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, **variables}
+def toy(*arguments: str, config: str = toy_sweep.NAME) -> None:
+    """The toy's command line; workers are forked where a test asks for it."""
+    sys.argv = [TOY, *arguments]
+    sweep_main.main(toy_sweep.run, [TOY], config)
 
 
 @dataclass
@@ -49,18 +51,19 @@ class Ended:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    """Start the toy's command line in this process, which has imported everything; rows have processes of their own."""
+    """Start the toy's command line in this process, which has imported everything; workers are forked from it."""
+    fork_workers(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
 
     def run(*arguments: str, config: str = toy_sweep.NAME, **variables: str) -> Ended:
         capfd.readouterr()
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", [TOY, *arguments])
+            patch.setattr(sys, "argv", [])
             for name, value in variables.items():
                 patch.setenv(name, value)
             with pytest.raises(SystemExit) as caught:
-                sweep_main.main(toy_sweep.run, [TOY], config)
+                toy(*arguments, config=config)
         told = capfd.readouterr()
         return Ended(caught.value.code, told.out, told.err)
 
@@ -83,19 +86,21 @@ def wait_for(condition: Any, timeout_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def test_a_sweep_that_is_killed_twice_ends_with_the_rows_of_an_undisturbed_one(tmp_path: Path, start: Any) -> None:
+def test_a_sweep_that_is_killed_twice_ends_with_the_rows_of_an_undisturbed_one(
+    tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed at random places. The undisturbed sweep is run in two shards."""
     asked = ["-m", "sweep=killed", "sweep.share_target=true", *FOUR]
     sweep = SweepFolder(tmp_path / "outputs/sweeps/killed")
     chance = random.Random(7)
     for least in (1, 2):
-        command = [sys.executable, TOY, *asked]
-        with subprocess.Popen(
-            command, cwd=tmp_path, env=environment(TOY_WAIT_S="0.3"), stdout=subprocess.DEVNULL
-        ) as process:
-            wait_for(lambda least=least: len(list(sweep.path.glob("*/summary.json"))) >= least)
-            time.sleep(chance.uniform(0, 0.15))
-            process.kill()
+        with monkeypatch.context() as patch:
+            patch.setenv(toy_sweep.WAIT, "0.3")
+            process = Forked(lambda: toy(*asked))
+        wait_for(lambda least=least: len(list(sweep.path.glob("*/summary.json"))) >= least)
+        time.sleep(chance.uniform(0, 0.15))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
         wait_for(lambda: RUNNING not in states(sweep))
         before = {path: path.stat().st_mtime_ns for path in sweep.path.glob("*/summary.json")}
         assert least <= len(before) < 4
@@ -124,7 +129,9 @@ def table(out: Path, *sweeps: SweepFolder) -> list[dict[str, str]]:
     return sorted(rows, key=lambda row: row["job"])
 
 
-def test_changed_values_only_add_rows_and_one_run_can_be_a_row(tmp_path: Path, start: Any) -> None:
+def test_changed_values_only_add_rows_and_one_run_can_be_a_row(
+    tmp_path: Path, start: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     sweep = SweepFolder(tmp_path / "outputs/sweeps/grows")
     assert start("-m", "sweep=grows", "limit=1", "heat=0,-1").code == 0
     assert states(sweep) == [DONE, REFUSED], "a combination that a check refuses is a row"
@@ -133,9 +140,7 @@ def test_changed_values_only_add_rows_and_one_run_can_be_a_row(tmp_path: Path, s
     again = start("-m", "sweep=grows", "limit=1,2", "name=other")
     assert "1 of 2 done before, 1 to run" in again.out
     assert len(figures(sweep)) == 3 and first.items() <= figures(sweep).items()
-    command = [sys.executable, TOY, "sweep=grows", "limit=2"]
-    single = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
-    assert single.returncode == 0 and "done before" in single.stdout
+    assert Forked(lambda: toy("sweep=grows", "limit=2")).wait() == 0 and "done before" in capfd.readouterr().out
     refused = start("-m", "sweep=none", "heat=-1,-2")
     assert refused.code == 2 and "got -1.0" in refused.err and "got -2.0" in refused.err, "each job its own mistake"
 

@@ -1,4 +1,4 @@
-"""What each rule accepts of the same samples: laws of the exact figures, and the task on the shipped models."""
+"""What each rule accepts of the same samples: the probe in the engine, and the task on models."""
 
 from __future__ import annotations
 
@@ -9,26 +9,8 @@ from experiments.studies.rules import Probe, summary
 from tests.algorithms.drafters import TARGET, load_random_drafters
 from tests.algorithms.toy import Setup, answers, changed, requests
 from tests.algorithms.toy import run as served
-from tests.experiments.exact_rules import BOUND, results
 from tests.experiments.program import Run
 from tests.experiments.test_tasks import run  # noqa: F401
-
-
-def test_laws_of_the_exact_figures() -> None:
-    """Block verification is optimal for a chain, and no rule passes the optimal transport at one node. K-SEQ reaches
-    the share of it that it promises."""
-    found = {
-        (row["data"], row["method"], row["draft_sampling"], row["rule"]): row["expected_accepted"] for row in results()
-    }
-    for (data, shape, kind, rule), mean in found.items():
-        if shape.startswith("chain"):
-            assert found[data, shape, kind, "block"] >= found[data, shape, kind, "rejection"]
-        if (bound := found.get((data, shape, kind, BOUND))) is not None:
-            assert mean <= bound + 1e-12
-            assert rule != "k_seq" or mean >= 0.632 * bound
-        # Both judge siblings without replacement, and one of them also keeps nodes whose children are rejected.
-        assert found[data, shape, kind, "traversal" if not shape.startswith("chain") else "block"] > 0
-    assert len(found) == 2 * (2 + 6 + 3 + 5 + 2)
 
 
 def test_the_probe_leaves_the_text_of_autoregressive_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,15 +36,3 @@ def test_the_task_on_models(run: Run) -> None:  # noqa: F811
     assert all(0 <= row["expected_accepted"] <= 3 for row in of_models) and of_models[-1]["gain"] == 0
     assert len(found.read("verification_rules.jsonl").splitlines()) == len(found.results) == 5
     assert len(found.read("requests.jsonl").splitlines()) == of_models[0]["num_requests"]
-
-
-@pytest.mark.parametrize(
-    "method, message",
-    [
-        ("{name:dflash,topk:4,num_nodes:6}", "x samples nothing: expected algo.draft_sampling=sample"),
-        ("{name:dflash,draft_sampling: sample}", "compares rules for trees: x drafts a chain"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(run: Run, method: str, message: str) -> None:  # noqa: F811
-    found = run("task=verification_rules", f"+task.methods.x={method}", "task.only=[x]")
-    assert found.returncode == 2 and message in found.stderr

@@ -26,7 +26,7 @@ def make_tiles_small(patch: pytest.MonkeyPatch) -> None:
     walks = dict(walk_requests=2, tree_requests=2, greedy_requests=2, max_tile=64)
     spans = dict(flat_block=16, max_programs=3)
     patch.setitem(sglang.CONFIGS, "interpreter", replace(sglang.CONFIGS["interpreter"], **spans, **walks))
-    patch.setattr(experts, "INTERPRETER_PRODUCT", experts.ProductConfig(16, 16, 32, 1, 1))
+    patch.setattr(experts, "INTERPRETER_PRODUCT", experts.ProductConfig(32, 16, 32, 1, 1))
     patch.setitem(experts.ROUTE, "interpreter", experts.RouteConfig(4, 4, 16, 2, 16))
     lists = dict(flat_block=16, scan_block=4, move_requests=1, move_budget=32)
     patch.setitem(kv_index.CONFIGS, "interpreter", replace(kv_index.CONFIGS["interpreter"], **lists))

@@ -122,16 +122,6 @@ def test_only_candidates_vote(impl: str) -> None:
     assert drafted(store, 0, text, impl, max_candidates=64, **given) == ["A"]
 
 
-def test_own_history_first_then_the_latest(impl: str) -> None:
-    store = HistoryStore.create(3, 1, 20, DEVICE)
-    serve(store, 0, "xa1", impl)
-    serve(store, 1, "xa2", impl)
-    serve(store, 2, "xa3 xa", impl)
-    latest = {"num_nodes": 4, "order": "latest", "max_ngram": 2, "min_path_prob": 0.1}
-    assert [path[:1] for path in drafted(store, 2, "xa3 xa", impl, **latest)][:3] == ["3", "2", "1"]
-    assert [path[:1] for path in drafted(store, 0, "xa", impl, **latest)][:3] == ["1", "3", "2"]
-
-
 def test_a_request_that_has_written_nothing_has_no_history(impl: str) -> None:
     """Its slot still has the history of an earlier request."""
     store = HistoryStore.create(2, 1, 20, DEVICE)
@@ -355,21 +345,6 @@ def test_every_place_of_a_history_is_read(sizes: dict[str, int]) -> None:
     with sized(**sizes):
         found = [drafted(store, 1, "z" + letter, "triton", 2, "latest") for letter in letters]
     assert found == [*([letter] for letter in letters[1:]), []]
-
-
-def test_every_history_is_with_one_slot_or_kept() -> None:
-    """After any number of replacements and moves no history is lost, and none has two owners."""
-    store = HistoryStore.create(5, 3, 8, DEVICE)
-    random = torch.Generator("cpu").manual_seed(2)
-    for _ in range(60):
-        slots = torch.randperm(5, generator=random, device="cpu")[
-            : int(torch.randint(1, 6, (1,), generator=random, device="cpu"))
-        ]
-        insert(store, [(slot, [slot, 1, 2], 0) for slot in slots.tolist()], "reference")
-        store.move_slot(*torch.randperm(5, generator=random, device="cpu")[:2].tolist())
-        ring, first = len(store.ring), int(store.clock)
-        kept = [int(store.ring[(first + place) % ring]) for place in range(store.num_kept)]
-        assert sorted([*store.of_slot.tolist(), *kept]) == list(range(8))
 
 
 @pytest.mark.parametrize(("slots", "width", "kept"), [(1, 1, 0), (256, 33, 64), (4096, 2048, 64)])

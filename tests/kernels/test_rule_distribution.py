@@ -8,6 +8,7 @@ the target's. One batch holds all draws at several temperatures, 0 among them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,11 +19,10 @@ import pytest
 import torch
 
 from specdec_kernels import Accepted, SamplingTensors, TreeLinks, accept, build_tree
-from specdec_kernels.cases import Maker
 from specdec_kernels.verify import draft_by_node, expected_accepted
-from specdec_kernels.verify.cases import CASES
 from specdec_kernels.verify.types import BOTTOM_UP_RULES, CHAIN_RULES, TREE_RULES, WITHOUT_REPLACEMENT_RULES
 from tests.kernels.distributions import OFF, AcceptFunction, Filter, temperature_ignored
+from tests.kernels.test_verify import case_inputs
 
 if torch.cuda.is_available():
     pytest.skip("these run on the CPU, where reference and interpreter can be compared", allow_module_level=True)
@@ -69,8 +69,10 @@ class Shape:
             earlier for step in self.path_to(node) for earlier in self.children(self.parents[step]) if earlier < step
         ]
 
-    def links(self, rows: int, lengths: torch.Tensor) -> TreeLinks:
-        return build_tree(torch.tensor(self.parents, dtype=torch.int32).repeat(rows, 1), lengths, impl="reference")
+    def links(self, lengths: torch.Tensor) -> TreeLinks:
+        """Of requests of one length."""
+        one = build_tree(torch.tensor([self.parents], dtype=torch.int32), lengths[:1], impl="reference")
+        return TreeLinks(*(each.expand(len(lengths), *each.shape[1:]).contiguous() for each in one))
 
 
 # Node 6 is padding outside the tree. Node 7 is a child that was not sampled, of a token without draft probability.
@@ -130,42 +132,48 @@ def scans(rule: str) -> list[tuple[list[int], list[int], int]]:
     return of_nodes + [(passed, [last - 1, last], token) for passed in at_ends for token in range(VOCAB - 1)]
 
 
+Ask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Whether the uniforms [R] accept the node, or give no later token, in the cases [R] of all scans, temperatures and
+draws, counted through."""
+
+
 def answers(
     rule: str, tokens: torch.Tensor, target: torch.Tensor, draft: torch.Tensor, chosen: Filter, judge: AcceptFunction,
-    impl: str, at: torch.Tensor,
+    impl: str, at: torch.Tensor, cases: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """[scans, T, C] bool: whether the moving uniform `at` [scans, T, C] accepts the node, or gives no later token."""
-    moved, nodes, shape, rows = scans(rule), SHAPES[rule].nodes, at.shape, at.numel()
-    uniforms = torch.full((*shape, nodes + 1), NEVER, dtype=torch.float64)
-    asked = torch.tensor([wanted for _, _, wanted in moved])[:, None, None]
+    moved, nodes, rows = scans(rule), SHAPES[rule].nodes, len(at)
+    fixed, moves = torch.full((len(moved), nodes + 1), NEVER, dtype=torch.float64), torch.zeros(len(moved), nodes + 1)
     for scan, (passed, columns, _) in enumerate(moved):
-        uniforms[scan, ..., [node - 1 for node in passed]] = 0.0
-        uniforms[scan, ..., columns] = at[scan, ..., None]
-    trees = tokens.expand(*shape, nodes).reshape(rows, nodes)
-    temperature = torch.tensor(TEMPERATURES)[None, :, None].expand(shape).reshape(rows)
-    lengths = torch.full((rows,), 7)
-    sampling = SamplingTensors(temperature, **chosen.arguments(rows))
+        fixed[scan, [node - 1 for node in passed]] = 0.0
+        moves[scan, columns] = 1
+    asked = torch.tensor([wanted for _, _, wanted in moved])
+    scan, draw = cases // (len(TEMPERATURES) * len(tokens)), cases % len(tokens)
+    temperature = torch.tensor(TEMPERATURES)[cases // len(tokens) % len(TEMPERATURES)]
+    trees, lengths = tokens[draw], torch.full((rows,), 7)
     accepted = judge(
-        rule, trees, SHAPES[rule].links(rows, lengths), target[trees], lengths, nodes, sampling=sampling, impl=impl,
-        uniforms=uniforms.view(rows, nodes + 1), draft_probs=draft[trees[:, :-1]], return_logprobs=False,
+        rule, trees, SHAPES[rule].links(lengths), target[trees], lengths, nodes,
+        sampling=SamplingTensors(temperature, **chosen.arguments(rows)), impl=impl,
+        uniforms=torch.where(moves[scan] > 0, at[:, None], fixed[scan]), draft_probs=draft[trees[:, :-1]],
+        return_logprobs=False,
     )  # fmt: skip
     assert accepted.valid.all()
-    is_node = (torch.arange(len(moved)) < len(SHAPES[rule].linked) - 1)[:, None, None]
-    passes = (accepted.nodes.view(*shape, -1) == asked[..., None]).any(-1)
-    return torch.where(is_node, passes, accepted.bonus.view(shape) <= asked)
+    passes = (accepted.nodes == asked[scan][:, None]).any(-1)
+    return torch.where(scan < len(SHAPES[rule].linked) - 1, passes, accepted.bonus <= asked[scan])
 
 
-def bisected(
-    rule: str, ask: Callable[[torch.Tensor], torch.Tensor], draws: int, halvings: int = BISECTIONS
-) -> torch.Tensor:
-    """[scans, T, C] float64: the thresholds below which the answers are yes."""
-    low = torch.zeros(len(scans(rule)), len(TEMPERATURES), draws, dtype=torch.float64)
-    high = torch.ones_like(low)
+def bisected(rule: str, ask: Ask, draws: int, halvings: int = BISECTIONS) -> torch.Tensor:
+    """[scans, T, C] float64: the thresholds below which the answers are yes. Those of 0 and 1 need no search."""
+    shape = (len(scans(rule)), len(TEMPERATURES), draws)
+    every = torch.arange(math.prod(shape))
+    found = ask(torch.full(every.shape, NEVER, dtype=torch.float64), every).double()
+    cases = (ask(torch.zeros_like(found), every) & (found == 0)).nonzero()[:, 0]
+    low, high = torch.zeros(len(cases), dtype=torch.float64), torch.ones(len(cases), dtype=torch.float64)
     for _ in range(halvings):
         middle = (low + high) / 2
-        below = ask(middle)
+        below = ask(middle, cases)
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return low
+    found[cases] = low
+    return found.view(shape)
 
 
 @cache
@@ -176,11 +184,12 @@ def thresholds_of_reference(rule: str, design: str, chosen: Filter, sampled_for:
     return bisected(rule, partial(answers, rule, tokens, target, draft, chosen, accept, "reference"), len(tokens))
 
 
-def confirmed(ask: Callable[[torch.Tensor], torch.Tensor], found: torch.Tensor) -> torch.Tensor:
+def confirmed(ask: Ask, found: torch.Tensor) -> torch.Tensor:
     """`found` where the answers change within ROUNDING of it, else 2, which is no probability and spoils the result."""
-    low, high = (found - ROUNDING).clamp(min=0), (found + ROUNDING).clamp(max=NEVER)
-    changes = (ask(low) | (low == 0)) & (~ask(high) | (high == NEVER))
-    return torch.where(changes, found, 2.0)
+    every, flat = torch.arange(found.numel()), found.flatten()
+    low, high = (flat - ROUNDING).clamp(min=0), (flat + ROUNDING).clamp(max=NEVER)
+    changes = (ask(low, every) | (low == 0)) & (~ask(high, every) | (high == NEVER))
+    return torch.where(changes.view_as(found), found, 2.0)
 
 
 def thresholds(rule: str, found: torch.Tensor) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
@@ -241,19 +250,13 @@ def three_tokens(
         found = confirmed(partial(ask, "triton"), found)
     shares, ends = thresholds(rule, found)
     steps = own_steps(target, chosen)
-    joint = torch.zeros(len(TEMPERATURES), VOCAB, VOCAB, VOCAB, dtype=torch.float64)
+    emitted = [torch.zeros(len(TEMPERATURES), VOCAB**drafts, VOCAB, dtype=torch.float64) for drafts in range(3)]
     for end, reached in ended(rule, weights, shares).items():
-        for index, path in enumerate(tokens[:, SHAPES[rule].path_to(end)].tolist()):
-            for bonus in range(VOCAB):
-                emitted = (*path, bonus)
-                part = reached[:, index] * ends[end][:, index, bonus]
-                if len(emitted) == 3:
-                    joint[(slice(None), *emitted)] += part
-                elif len(emitted) == 2:
-                    joint[(slice(None), *emitted)] += part[:, None] * steps[:, bonus]
-                else:
-                    joint[:, bonus] += part[:, None, None] * steps[:, bonus, :, None] * steps
-    return joint
+        path = SHAPES[rule].path_to(end)
+        place = (tokens[:, path] * torch.tensor([VOCAB, 1])[2 - len(path) :]).sum(1)
+        emitted[len(path)].index_add_(1, place, reached[..., None] * ends[end])
+    pairs = emitted[1] + emitted[0].mT * steps
+    return emitted[2].view(-1, VOCAB, VOCAB, VOCAB) + pairs[..., None] * steps[:, None]
 
 
 def expected_joint(target: torch.Tensor, chosen: Filter = OFF) -> torch.Tensor:
@@ -298,7 +301,7 @@ def test_expected_number_of_accepted_drafts(rule: str) -> None:
     found = thresholds_of_reference(rule, "narrow", OFF, rule)
     by_end = ended(rule, weights, thresholds(rule, found)[0])
     wanted = sum(len(TREE.path_to(end)) * reached for end, reached in by_end.items())
-    links = TREE.links(len(tokens), torch.zeros(len(tokens)).long())
+    links = TREE.links(torch.zeros(len(tokens)).long())
     by_node = draft_by_node(draft[tokens[:, :-1]], None, TREE.nodes)
     for row, temperature in enumerate(TEMPERATURES):
         sampling = SamplingTensors(torch.full((len(tokens),), temperature))
@@ -343,10 +346,6 @@ FAULTS = [rows_of_the_draft_moved, recorded_flatter, recorded_in_8_bits, tempera
 @pytest.mark.parametrize("rule", SHAPES)
 def test_the_distribution_refuses_a_fault(rule: str, fault: AcceptFunction) -> None:
     assert distance(three_tokens(fault, rule, "spread", halvings=12), models("spread")[0]).max() > 1e-3
-
-
-def case_inputs(name: str) -> dict[str, Any]:
-    return next(case for case in CASES if case.name == name).build(Maker.seeded("cpu"))
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -192,6 +192,18 @@ def test_one_draft_by_hand(
     assert torch.allclose(result.logprobs[0, : len(logs)].cpu(), logs, atol=1e-6)
 
 
+def test_a_block_of_less_than_all_probability_leaves_less(impl: str) -> None:
+    """P_1 = 1 / 2: of max(P_1 p - q, 0) token 2 alone is left, where max(p - q, 0) would have token 1 too."""
+    lengths, p = torch.zeros(1, dtype=torch.int64, device=DEVICE), [0.2, 0.2, 0.6]
+    result = accept(
+        "block", torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), build_chain(lengths, 3, impl="reference"), None,
+        lengths, 2, probs=torch.tensor([[[0.5, 0.5, 0.0], p, p]], device=DEVICE),
+        draft_probs=torch.tensor([[[1.0, 0.0, 0.0], [0.8, 0.1, 0.1]]], device=DEVICE),
+        uniforms=torch.tensor([[0.2, 0.9, 0.05, 0.5]], dtype=torch.float64, device=DEVICE), impl=impl,
+    )  # fmt: skip
+    assert result.tokens.tolist() == [[0, 2, -1]]
+
+
 def test_logprobs_are_those_of_the_plain_softmax(impl: str) -> None:
     """For any rule, temperature and filters: log softmax(logits) of what is emitted, then 0."""
     for name in ("accept_filtered", "rejection_filtered", "block_far", "accept_tree", "multi_round_far"):

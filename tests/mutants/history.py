@@ -45,7 +45,7 @@ MUTANTS = (
     _store(
         "a_moved_request_shares_its_history",
         "{{        self.of_slot[source].copy_(self.of_slot[target])\n -> }}",
-        (f"{_TESTS}::test_every_history_is_with_one_slot_or_kept",),
+        (f"{_TESTS}::test_reference_is_the_shelf",),
         "the slot that a request left writes into its history",
     ),
     _store(
@@ -63,7 +63,7 @@ MUTANTS = (
     _selection(
         "the_oldest_history_first",
         "| ({{(MAX_AGE - age) -> age}} << 40)",
-        (f"{_TESTS}::test_own_history_first_then_the_latest", *_case("match_few")),
+        (f"{_TESTS}::test_kernels_are_the_shelf",),
         "of equal matches those in the oldest history are kept",
     ),
     _drafting(
