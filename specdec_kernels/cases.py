@@ -89,6 +89,8 @@ class Comparison:
     by_request: arguments with one entry per request; the benchmark compares a few requests if the reference needs too
         much memory.
     reference_bytes: memory that the reference needs per request, from the inputs of a case; None: too little to count.
+    unsettled: per function, from the inputs as they are and in float64, how far each entry of the result moves where a
+        number on the way, within the error that it may have, is rounded to one code or to its neighbour; None: nowhere.
     """
 
     float64: bool = False
@@ -97,6 +99,7 @@ class Comparison:
     draws: tuple[str, ...] = ()
     by_request: tuple[str, ...] = ()
     reference_bytes: Callable[[dict[str, Any]], int] | None = None
+    unsettled: dict[str, Callable[[dict[str, Any], dict[str, Any]], Tensor | None]] = field(default_factory=dict)
 
 
 def bytes_of(inputs: dict[str, Any], *names: str) -> int:

@@ -7,7 +7,7 @@ A step of each size is a CUDA graph of its own. The host reads the accepted draf
 `DraftLengthPolicy` estimates the tokens per time of each size; its choice is taken over every fourth step. `Pacing`
 adds exploration: a step without a draft says nothing about drafts, and a small one little about larger ones, so now and
 then a step has the next larger size. The next smaller size, whose cost is known by real steps alone, runs a few times
-soon where it may be the better one, and rarely from then on.
+soon where it may be the better one, and then as often as the time that it is expected to lose allows.
 
 Costs are timed on random tokens before the first request. What a step of a mixture of experts costs depends on the
 experts that its tokens touch, so the times of real steps correct them: r_s, the fading mean of real over timed
@@ -38,6 +38,7 @@ LEAST_PAUSE, LEAST_STEPS = 16, 2
 """Least number of steps without a draft, and of steps of one size, between two explorations."""
 DECIDE_EVERY = 4  # steps between two choices
 KNOWN_STEPS = 4  # real steps after which the cost of a size is about known
+SMALLER_PAUSE = 8  # least number of steps between two of the size below the chosen one, once its cost is about known
 FIRST_WEIGHT, LARGEST_WEIGHT = 2, 64
 """Steps of a size that its cost counts for before its first real step, and that its mean remembers."""
 LARGEST_RATIO = 1.5  # of a step's time over its expected cost; more is the host's delay
@@ -222,7 +223,10 @@ class Sizing:
         needed = 1 + self.policy.gain(chosen)  # steps of it for the tokens of one
         if min(line, smaller) * needed >= known:
             return math.inf
-        return DECIDE_EVERY if steps[chosen - 1] < KNOWN_STEPS else smaller / known / EXPLORATION_SHARE
+        if steps[chosen - 1] < KNOWN_STEPS:
+            return DECIDE_EVERY
+        lost = smaller / known - 1 / needed  # of the time of a step of the chosen size, for the same tokens
+        return max(SMALLER_PAUSE, lost / EXPLORATION_SHARE)
 
     def _batch_of(self, requests: int) -> int:
         return next(batch for batch in self._batches if batch >= requests)

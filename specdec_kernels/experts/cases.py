@@ -15,7 +15,8 @@ from specdec_kernels.experts.configs import row_tile_of
 from specdec_kernels.experts.types import Activation, ExpertWeights, Matrices, Mxfp4, Routed, Routing
 from specdec_kernels.parity import bytes_in
 from specdec_kernels.projection.cases import scaled_weight
-from specdec_kernels.projection.types import GROUP, ScaledWeight
+from specdec_kernels.projection.reference import dequantised, rounded
+from specdec_kernels.projection.types import GROUP, LARGEST_CODE, ScaledWeight
 
 _LARGE = ("large",)
 GPT_OSS = Activation(limit=7.0, alpha=1.702)
@@ -162,7 +163,36 @@ def _schedule_work(inputs: dict[str, Any]) -> tuple[int, int]:
     return 8 * inputs["experts"].numel(), 0
 
 
-COMPARISON = Comparison(float64=True)
+def _unsettled_codes(inputs: dict[str, Any], exact: dict[str, Any]) -> Tensor | None:
+    """[T, H] float64, of float32 inputs whose hidden numbers are rounded to codes. These may err as any result may: by
+    twice the error of the reference and a few roundings of the largest. In half types so many reach another code that
+    the error of the reference shows it."""
+    routed, down = inputs["routed"], exact["weights"].down
+    if inputs["x"].dtype != torch.float32 or not isinstance(down, ScaledWeight) or not down.float8_x:
+        return None
+    moved = torch.zeros_like(exact["x"])
+    for expert in range(down.shape[0]):
+        row, slot = (routed.experts == expert).nonzero(as_tuple=True)
+        if not len(row):
+            continue
+        activation = inputs.get("activation", Activation())
+        hidden, truth = (
+            reference.hidden_of(each["x"][row], each["weights"].of(expert), activation) for each in (inputs, exact)
+        )
+        error = 2 * (hidden - truth).abs().max() + 4 * torch.finfo(hidden.dtype).eps * truth.abs().max()
+        width = _between_codes(truth, error) @ dequantised(exact["weights"].of(expert).down, truth.dtype).abs().T
+        moved.index_add_(0, row, routed.weights[row, slot, None] * width)
+    return moved
+
+
+def _between_codes(numbers: Tensor, error: Tensor) -> Tensor:
+    """How far apart the codes of `numbers` less and more `error` are."""
+    scale = rounded(numbers)[1].double().repeat_interleave(GROUP, -1)[..., : numbers.shape[-1]]
+    low, high = (((numbers + shift) / scale).float().clamp(-LARGEST_CODE, LARGEST_CODE) for shift in (-error, error))
+    return (high.to(torch.float8_e4m3fn).double() - low.to(torch.float8_e4m3fn).double()) * scale
+
+
+COMPARISON = Comparison(float64=True, unsettled={"expert_mlp": _unsettled_codes})
 
 WORK: dict[str, WorkModel] = {"expert_mlp": _mlp_work, "schedule_experts": _schedule_work}
 

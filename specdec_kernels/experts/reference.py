@@ -131,8 +131,12 @@ def expert_mlp_add_rms_norm(
 def _expert(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
     """The MLP of one expert, not rounded at its end."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    hidden = activated(_product(x, weights.gate_up, weights.gate_up_bias, x.dtype), activation)
-    return _product(hidden, weights.down, weights.down_bias, wide)
+    return _product(hidden_of(x, weights, activation), weights.down, weights.down_bias, wide)
+
+
+def hidden_of(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """What one expert's second product takes."""
+    return activated(_product(x, weights.gate_up, weights.gate_up_bias, x.dtype), activation)
 
 
 def _product(x: Tensor, weight: Matrices, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

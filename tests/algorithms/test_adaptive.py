@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,11 +19,13 @@ from algorithms.engine.request import Request
 from algorithms.standalone import Standalone
 from algorithms.step.adaptive import (
     DECIDE_EVERY,
+    EXPLORATION_SHARE,
     EXPLORED_SLOTS,
     KNOWN_STEPS,
     LEAST_PAUSE,
     LEAST_STEPS,
     NO_DRAFT,
+    SMALLER_PAUSE,
     Pacing,
     Sizing,
     StepCosts,
@@ -143,8 +146,10 @@ def test_a_smaller_size_is_tried_soon_and_then_rarely() -> None:
     assert places(100, 0.2, 0) == []  # no real step
     sizing.update(result, 2, 8, 2.0)
     assert places(12, 0.2, 0) == [DECIDE_EVERY * time for time in (1, 2, 3)]
-    # All of its time counts as lost, and 0.0075 of all time may be.
-    assert places(200, 0.2, KNOWN_STEPS) == [114] and places(200, 0.9, 0) == []
+    # What it takes longer for the same tokens counts as lost, and 0.0075 of all time may be.
+    pause = math.ceil((1.7 / 2.0 - 1 / 1.3) / EXPLORATION_SHARE)
+    assert places(3 * pause - 1, 0.3, KNOWN_STEPS) == [pause, 2 * pause]
+    assert places(20, 0.2, KNOWN_STEPS) == [SMALLER_PAUSE, 2 * SMALLER_PAUSE] and places(200, 0.9, 0) == []
 
 
 def _steps_of(pacing: Pacing, size: int, step_ms: list[float], steps: int) -> list[int]:
