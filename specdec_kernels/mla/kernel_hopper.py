@@ -1,7 +1,7 @@
 """Latent attention on chips with warp-group products (sm90), in Gluon: latents of 512 and rotated keys of 64 columns.
 
     program     (request, split of the keys, 64 query rows), rows fastest
-    producer    asks the tensor memory accelerator for tiles of 64 keys, announced in pieces of 128 columns
+    producer    a warp that asks the tensor memory accelerator for tiles of 64 keys, announced in pieces of 128 columns
     computing   two warp groups; group g computes scores and weights of tile g of a pair, and columns 256 g to
                 256 g + 255 of the output from both tiles
 
@@ -62,8 +62,9 @@ _HALF = gl.constexpr(256)  # columns of a computing group
 _PANEL = gl.constexpr(64)  # columns of a copy
 _LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _LEAST = gl.constexpr(16)  # keys of a copy, where pages do not hold whole tiles
-# Registers of a thread: before they are shared out, and in a computing group. The producer has what is left.
-_SETTINGS = dict(maxnreg=168, COMPUTING=224)
+# Registers of a thread: before they are shared out, in the second computing group, and in the producer. The first
+# computing group has what is left.
+_SETTINGS = dict(maxnreg=168, COMPUTING=216, COPYING=56)
 
 
 class Call(NamedTuple):
@@ -389,6 +390,7 @@ def _mla_hopper_kernel(
     FIXED: gl.constexpr,
     COPY: gl.constexpr,  # keys
     COMPUTING: gl.constexpr,
+    COPYING: gl.constexpr,
 ):
     shared = _allocate(cache.dtype, COPY)
     # The predecessor may have written every input, the lengths included, so nothing is loaded before the wait.
@@ -421,12 +423,12 @@ def _mla_hopper_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_copy_tiles, (call, shared, PAGE, COPY)),
             (_attend, (call, shared, HEADS, MODE, WORDS, SPLIT, 0)),
             (_attend, (call, shared, HEADS, MODE, WORDS, SPLIT, 1)),
+            (_copy_tiles, (call, shared, PAGE, COPY)),
         ],
-        [WARPS, WARPS],
-        [COMPUTING, COMPUTING],
+        [WARPS, 1],
+        [COMPUTING, COPYING],
     )
 
 
