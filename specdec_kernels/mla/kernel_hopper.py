@@ -161,14 +161,15 @@ def _copy_tiles(call, shared, PAGE: gl.constexpr, COPY: gl.constexpr):
 @gluon.jit
 def _clear(shared, count, G: gl.constexpr):
     """Zero the latents of the group's tile from key `count` on: a weight of 0 does not hide NaN."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    parts = _view(shared.latents, 64, 16, _PANEL)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    halves = _view(shared.latents, 4, _KEYS, _HALF)
     keys = gl.arange(0, 16, gl.SliceLayout(1, LOAD))
-    for place in range(gl.maximum(count, 0) // 16, 4):
-        kept = (16 * place + keys < count)[:, None]
-        for panel in gl.static_range(8):
-            part = parts.index((8 * G + panel) * 4 + place)
-            part.store(gl.where(kept, part.load(LOAD), 0.0))
+    for first in gl.static_range(0, _KEYS, 16):
+        if first + 16 > count:
+            kept = (first + keys < count)[:, None]
+            for half in gl.static_range(2):
+                part = halves.index(2 * G + half).slice(first, 16)
+                part.store(gl.where(kept, part.load(LOAD), 0.0))
 
 
 @gluon.jit
