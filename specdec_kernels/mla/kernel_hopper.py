@@ -61,7 +61,7 @@ _PIECE = gl.constexpr(128)  # columns
 _HALF = gl.constexpr(256)  # columns of a computing group
 _PANEL = gl.constexpr(64)  # columns of a copy
 _LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
-_LEAST = gl.constexpr(16)  # keys of a copy, where pages do not hold whole tiles
+_SHORT_COPY = 16  # keys, where pages do not hold whole tiles
 # Registers of a thread: before they are shared out, in the second computing group, and in the producer. The first
 # computing group has what is left.
 _SETTINGS = dict(maxnreg=168, COMPUTING=216, COPYING=56)
@@ -145,16 +145,16 @@ def _copy_tiles(call, shared, PAGE: gl.constexpr, COPY: gl.constexpr):
     the other group has multiplied by the weights in their place."""
     rows = _rows_of_copies(call, call.begin, PAGE, COPY)
     for tile in range(call.tiles):
-        slot, phase = tile % 2, 1 - tile // 2 % 2
+        buffer, phase = tile % 2, 1 - tile // 2 % 2
         for piece in gl.static_range(4):
             if piece % 2 == 0:
-                mbarrier.wait(shared.empty.index(2 * slot + piece // 2), phase)
-            barrier = shared.full.index(4 * slot + piece)
+                mbarrier.wait(shared.empty.index(2 * buffer + piece // 2), phase)
+            barrier = shared.full.index(4 * buffer + piece)
             mbarrier.expect(barrier, (_PIECE + (ROPE if piece == 3 else 0)) * _KEYS * 2)
             for panel in gl.static_range(2 * piece, 2 * piece + 2):
-                _copy_panel(call, rows, panel * _PANEL, shared.latents, 8 * slot + panel, barrier)
+                _copy_panel(call, rows, panel * _PANEL, shared.latents, 8 * buffer + panel, barrier)
             if piece == 3:
-                _copy_panel(call, rows, LATENT, shared.ropes, slot, barrier)
+                _copy_panel(call, rows, LATENT, shared.ropes, buffer, barrier)
         rows = _rows_of_copies(call, call.begin + (tile + 1) * _KEYS, PAGE, COPY)
 
 
@@ -442,7 +442,7 @@ def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 def launch_warp_specialized(call: MlaCall, work: WorkShape, out: Tensor, lse: Tensor | None) -> None:
     """Write `out` and `lse`: the partial results or, without splits, the results."""
     q_latent, q_rope, cache, metadata = call[:4]
-    copy = _KEYS.value if cache.shape[1] % _KEYS.value == 0 else _LEAST.value
+    copy = _KEYS.value if cache.shape[1] % _KEYS.value == 0 else _SHORT_COPY
     launch(
         _mla_hopper_kernel,
         (work.programs(1, False, 0),),
