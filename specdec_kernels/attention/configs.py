@@ -187,6 +187,8 @@ def merge_config(chip: str, rows: int, num_splits: int, head_dim: int) -> MergeC
         return MergeConfig(max(2, min(1024, _power_of_two(rows))), 2, 1, pdl=False)
     # A warp takes two rows of 128 two-byte numbers, 16 bytes per lane.
     rows, num_warps = (4, 2) if rows <= 64 else (8, 4)
+    if head_dim > 256 and 8 < num_splits <= 16 and chip == "sm90":
+        return MergeConfig(rows=1, unroll=16, num_warps=2, pdl=True)
     if head_dim > 256:
         rows = 2
     unroll = 8 if chip == "sm90" and num_splits > 4 else 4  # eight spill on sm100

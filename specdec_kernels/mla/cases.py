@@ -206,6 +206,7 @@ CASES = (
     _gated("shipped_tree_100", "registers of several mask words", "tree", 100),
     _gated("shipped_16_heads", "a shard of the heads", "chain", 4, heads=16),
     _gated("shipped_16_rows", "registers of the small tile", "chain", 1, heads=16),
+    _gated("shipped_pages_of_8", "pages without whole copies of 16 tokens", "chain", 1, heads=16, page_size=8),
     _gated("shipped_16_rows_latent_256", "the same for a smaller latent", "chain", 1, heads=16, latent=256),
     _gated("shipped_fixed_splits", "registers of splits at fixed positions", "chain", 4, batch_invariant=True),
     _gated("shipped_short", "registers of the store without splits", "chain", 4, capacity=256),

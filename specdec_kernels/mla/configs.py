@@ -23,6 +23,7 @@ from specdec_kernels.mla.types import MlaCall
 MAX_SPLITS = 64
 PARTIAL_BYTES = 32 << 20
 WARP_SPECIALIZED_SIZES = (512, 64)  # of latent and rotated keys
+WARP_SPECIALIZED_PAGE = 16  # tokens of a copy
 _SPLIT_TOKENS = 512
 _INVARIANT_ROWS = 64
 _INVARIANT_FIRST_SPLITS = 8
@@ -41,10 +42,12 @@ def mla_config(
     split_tokens: int | None = None,
     itemsize: int = 2,
     batch_invariant: bool = False,
+    page_size: int = WARP_SPECIALIZED_PAGE,
 ) -> AttentionConfig:
     """Row of the table for `rows` query rows of one request over at most `max_length` keys whose latent and rotated
     part have `sizes` of `itemsize` bytes. `split_tokens` replaces the table's split length, rounded up to a tile;
-    shorter splits make the tile shorter. `batch_invariant`: the same for any rows and length."""
+    shorter splits make the tile shorter. `batch_invariant`: the same for any rows and length. On sm90
+    `kernel_hopper` takes pages in multiples of `WARP_SPECIALIZED_PAGE`, and splits in multiples of the table's."""
     if batch_invariant:
         rows = _INVARIANT_ROWS
     if chip == "interpreter" and batch_invariant:
@@ -69,8 +72,10 @@ def mla_config(
     if split_tokens is not None:
         block_n = min(config.block_n, max(_LEAST, _power_of_two(split_tokens)))
         config = replace(config, block_n=block_n, split_tokens=-(-split_tokens // block_n) * block_n)
-    if chip == "sm90" and sizes == WARP_SPECIALIZED_SIZES and itemsize == 2:
-        config = replace(config, warp_specialized=True, block_m=64, block_n=64)
+    whole_copies = page_size % WARP_SPECIALIZED_PAGE == 0
+    if chip == "sm90" and sizes == WARP_SPECIALIZED_SIZES and itemsize == 2 and whole_copies:
+        split_tokens = -(-config.split_tokens // _SPLIT_TOKENS) * _SPLIT_TOKENS
+        config = replace(config, warp_specialized=True, block_m=64, block_n=64, split_tokens=split_tokens)
     return config
 
 
@@ -82,7 +87,7 @@ def divide(call: MlaCall) -> tuple[WorkShape, AttentionConfig]:
     assert max_length is not None
     config = mla_config(
         current_chip(q_latent), (latent, q_rope.shape[3]), num_nodes * heads, max_length, split_tokens,
-        cache.element_size(), batch_invariant,
+        cache.element_size(), batch_invariant, cache.shape[1],
     )  # fmt: skip
     if not batch_invariant:
         config = spread(config, batch * -(-num_nodes * heads // config.block_m))

@@ -1,7 +1,7 @@
 """Latent attention on chips with warp-group products (sm90), in Gluon: latents of 512 and rotated keys of 64 columns.
 
     program     (request, split of the keys, 64 query rows), rows fastest
-    producer    a warp group that copies pairs of tiles of 64 keys, in pieces of 128 columns
+    producer    a warp that asks the tensor memory accelerator for tiles of 64 keys, announced in pieces of 128 columns
     computing   two warp groups; group g computes scores and weights of tile g of a pair, and columns 256 g to
                 256 g + 255 of the output from both tiles
 
@@ -9,8 +9,8 @@
     group 1     scores 1             | products of tile 0, weights 1   | products of tile 1
 
 The groups give each other the weights of their tiles and the maxima that they are relative to. Shared memory holds the
-queries and one pair: a piece is copied anew once the group of its columns has multiplied by it, while the others are
-still in use. The weights of a tile take the place of its rotated keys, which only its scores need.
+queries and one pair: half a tile is copied anew once the group of its columns has multiplied by it, while the others
+are still in use. The weights of a tile take the place of its rotated keys, which only its scores need.
 
 Sources: FlashMLA (two groups that share one output and two tiles), FlashAttention-3 (arXiv 2407.08608).
 """
@@ -24,13 +24,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec_kernels.attention.device import (
     LN_2,
@@ -41,16 +41,15 @@ from specdec_kernels.attention.device import (
     inverse_or_zero,
     key_end,
     log2_sum,
-    page_ids,
     split_range,
     tile_key_range,
     used_rows,
     visible,
 )
-from specdec_kernels.attention.device_hopper import WARPS, arrive, arrive_written, wait_written
+from specdec_kernels.attention.device_hopper import WARPS, arrive, arrive_written
 from specdec_kernels.attention.launch_arguments import pdl_options
 from specdec_kernels.attention.types import WorkShape
-from specdec_kernels.gluon_copies import request_copy
+from specdec_kernels.gluon_copies import request_tensor_copy
 from specdec_kernels.launch import launch
 from specdec_kernels.mla.types import MlaCall
 
@@ -59,16 +58,19 @@ ROPE = gl.constexpr(64)
 _KEYS = gl.constexpr(64)  # of a tile
 _ROWS = gl.constexpr(64)
 _PIECE = gl.constexpr(128)  # columns
-# Registers of a thread: before they are shared out, and in a computing group. The producer has what is left.
-_SETTINGS = dict(maxnreg=168, COMPUTING=224)
+_HALF = gl.constexpr(256)  # columns of a computing group
+_PANEL = gl.constexpr(64)  # columns of a copy
+_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+_SHORT_COPY = 16  # keys, where pages do not hold whole tiles
+# Registers of a thread: before they are shared out, in the second computing group, and in the producer. The first
+# computing group has what is left.
+_SETTINGS = dict(maxnreg=168, COMPUTING=216, COPYING=56)
 
 
 class Call(NamedTuple):
     """The arguments of a program, and its keys."""
 
-    q_latent: Any
-    q_rope: Any
-    cache: Any
+    cache: Any  # descriptor
     table_row: Any
     mask_row: Any  # or None
     out: Any
@@ -82,139 +84,155 @@ class Call(NamedTuple):
     begin: Any  # first key
     stop: Any  # past the last key
     free_end: Any  # position past the keys that every row sees
-    pairs: Any  # of tiles, 0 for a split without keys
+    tiles: Any  # 0 for a split that the request does not have
     length: Any
     used: Any  # nodes in use
 
 
 class Shared(NamedTuple):
-    """Shared memory of a program and its barriers."""
+    """Shared memory of a program and its barriers. Latents and rotated keys are panels of 64 columns, each the copies
+    of a tile one after the other."""
 
-    queries: Any  # [4, 64, 128]
+    queries: Any  # [8 panels, 64, 64]
     q_rope: Any  # [1, 64, 64]
-    pieces: Any  # [8, 64, 128]: four of either tile
-    ropes: Any  # [2, 64, 64]: rotated keys of a tile, then its weights
+    latents: Any  # [2 tiles x 8 panels x copies, COPY, 64]
+    ropes: Any  # [2 tiles x copies, COPY, 64]: rotated keys of a tile, then its weights
     tops: Any  # [2, 64]: maxima of the rows up to a tile
     full: Any  # [8] pieces are there
-    empty: Any  # [8] pieces may be copied anew
+    empty: Any  # [4] halves of the tiles may be copied anew
     loaded: Any  # [1] queries are there
     weights: Any  # [2] a tile's weights and maxima are there
-    done: Any  # [4] of the groups, twice, after the last pair
+    done: Any  # [4] of the groups, twice, after the last tile
 
 
 @gluon.jit
-def _copy_piece(call, shared, places, stored, dims, phase, PIECE: gl.constexpr):
-    mbarrier.wait(shared.empty.index(PIECE), phase)
-    pointers = call.cache + PIECE % 4 * _PIECE + places[:, None] + dims[None, :]
-    request_copy(shared.pieces.index(PIECE), pointers, mask=stored[:, None])
-    if PIECE % 4 == 3:  # the last that is copied of this tile
-        columns = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, pointers.type.layout))
-        pointers = call.cache + places[:, None] + columns[None, :]
-        request_copy(shared.ropes.index(PIECE // 4), pointers, mask=stored[:, None])
-    async_copy.mbarrier_arrive(shared.full.index(PIECE), increment_count=False)  # once the piece is there
+def _view(panels, COUNT: gl.constexpr, LINES: gl.constexpr, COLUMNS: gl.constexpr):
+    """Panels as `COUNT` parts of `LINES` lines and `COLUMNS` columns."""
+    return panels._reinterpret(panels.dtype, [COUNT, LINES, COLUMNS], _LAYOUT)
 
 
 @gluon.jit
-def _copy_tiles(call, shared, PAGE: gl.constexpr):
-    """The producer, in the order in which the groups are done with the pieces. Rotated keys come last of a tile: by
-    then the other group has multiplied by the weights in their place."""
-    ORDER: gl.constexpr = (0, 2, 1, 3, 4, 6, 5, 7)
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    columns = gl.arange(0, _KEYS, gl.SliceLayout(1, LOAD))
-    dims = gl.arange(0, _PIECE, gl.SliceLayout(0, LOAD))
-    for pair in range(call.pairs):
-        first = call.begin + pair * (2 * _KEYS) + columns
-        second = first + _KEYS
-        pages = page_ids(call.table_row, first, call.stop, PAGE)
-        more_pages = page_ids(call.table_row, second, call.stop, PAGE)
-        first_places = (pages.to(gl.int64) * PAGE + first % PAGE) * (LATENT + ROPE)
-        second_places = (more_pages.to(gl.int64) * PAGE + second % PAGE) * (LATENT + ROPE)
-        for index in gl.static_range(8):
-            if ORDER[index] < 4:
-                _copy_piece(call, shared, first_places, first < call.stop, dims, 1 - pair % 2, ORDER[index])
-            else:
-                _copy_piece(call, shared, second_places, second < call.stop, dims, 1 - pair % 2, ORDER[index])
+def _copy_queries(q_latent, q_rope, shared, first_row):
+    """Ask for 64 rows, of which the last may be another request's."""
+    mbarrier.expect(shared.loaded.index(0), _ROWS * (LATENT + ROPE) * 2)
+    for panel in gl.static_range(8):
+        place = shared.queries.index(panel)
+        request_tensor_copy(q_latent, [first_row, panel * _PANEL], shared.loaded.index(0), place)
+    request_tensor_copy(q_rope, [first_row, 0], shared.loaded.index(0), shared.q_rope.index(0))
 
 
 @gluon.jit
-def _load_queries(call, shared, HEADS: gl.constexpr, G: gl.constexpr):
-    """Half of the queries by either group."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    rows = call.tile * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOAD))
-    live = (rows // HEADS < call.used)[:, None]
-    places = (call.first_row + rows)[:, None]
-    dims = gl.arange(0, _PIECE, gl.SliceLayout(0, LOAD))[None, :]
-    for index in gl.static_range(2):
-        piece = gl.load(call.q_latent + places * LATENT + (2 * G + index) * _PIECE + dims, mask=live, other=0.0)
-        shared.queries.index(2 * G + index).store(piece)
-    if G == 0:
-        half = gl.arange(0, ROPE, gl.SliceLayout(0, LOAD))[None, :]
-        shared.q_rope.index(0).store(gl.load(call.q_rope + places * ROPE + half, mask=live, other=0.0))
-    arrive_written(shared.loaded.index(0))
-    mbarrier.wait(shared.loaded.index(0), 0)
+def _rows_of_copies(call, start, PAGE: gl.constexpr, COPY: gl.constexpr):
+    """Row of the pool at which each copy of the tile at `start` begins; 0 from the last key on."""
+    rows = ()
+    for key in gl.static_range(0, _KEYS, COPY):
+        position = start + key
+        page = gl.load(call.table_row + position // PAGE, mask=position < call.stop, other=0)
+        rows += (page * PAGE + position % PAGE,)
+    return rows
 
 
 @gluon.jit
-def _scores(shared, zeros, phase, first, G: gl.constexpr):
-    """Of the group's own tile, in the order in which its pieces are copied."""
-    ORDER: gl.constexpr = (0, 2, 1, 3)
+def _copy_panel(call, rows, column, panels, panel, barrier):
+    """Ask for 64 columns of a tile."""
+    for place in gl.static_range(len(rows)):
+        request_tensor_copy(call.cache, [rows[place], column], barrier, panels.index(panel * len(rows) + place))
+
+
+@gluon.jit
+def _copy_tiles(call, shared, PAGE: gl.constexpr, COPY: gl.constexpr):
+    """The producer. Copies arrive at the barrier of their piece as they end. Rotated keys come last of a tile: by then
+    the other group has multiplied by the weights in their place."""
+    rows = _rows_of_copies(call, call.begin, PAGE, COPY)
+    for tile in range(call.tiles):
+        buffer, phase = tile % 2, 1 - tile // 2 % 2
+        for piece in gl.static_range(4):
+            if piece % 2 == 0:
+                mbarrier.wait(shared.empty.index(2 * buffer + piece // 2), phase)
+            barrier = shared.full.index(4 * buffer + piece)
+            mbarrier.expect(barrier, (_PIECE + (ROPE if piece == 3 else 0)) * _KEYS * 2)
+            for panel in gl.static_range(2 * piece, 2 * piece + 2):
+                _copy_panel(call, rows, panel * _PANEL, shared.latents, 8 * buffer + panel, barrier)
+            if piece == 3:
+                _copy_panel(call, rows, LATENT, shared.ropes, buffer, barrier)
+        rows = _rows_of_copies(call, call.begin + (tile + 1) * _KEYS, PAGE, COPY)
+
+
+@gluon.jit
+def _clear(shared, count, G: gl.constexpr):
+    """Zero the latents of the group's tile from key `count` on: a weight of 0 does not hide NaN."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    halves = _view(shared.latents, 4, _KEYS, _HALF)
+    keys = gl.arange(0, 16, gl.SliceLayout(1, LOAD))
+    for first in gl.static_range(0, _KEYS, 16):
+        if first + 16 > count:
+            kept = (first + keys < count)[:, None]
+            for half in gl.static_range(2):
+                part = halves.index(2 * G + half).slice(first, 16)
+                part.store(gl.where(kept, part.load(LOAD), 0.0))
+
+
+@gluon.jit
+def _scores(call, shared, zeros, pair, nodes, MODE: gl.constexpr, WORDS: gl.constexpr, G: gl.constexpr):
+    """Of the group's own tile of a pair, -inf for keys that a row does not see; and the maxima of the rows."""
+    first = pair >> 30  # 0, which the compiler does not know
     scores = zeros
-    for index in gl.static_range(4):
-        wait_written(shared.full.index(4 * G + ORDER[index]), phase)
-        piece = shared.pieces.index(first + 4 * G + ORDER[index]).permute((1, 0))
-        queries = shared.queries.index(first + ORDER[index])
-        if index == 0:
-            scores = warpgroup_mma(queries, piece, zeros, use_acc=False, is_async=True)
-        else:
-            scores = warpgroup_mma(queries, piece, scores, is_async=True)
-    rope = shared.ropes.index(first + G).permute((1, 0))
+    pieces, queries = _view(shared.latents, 8, _KEYS, _PIECE), _view(shared.queries, 4, _ROWS, _PIECE)
+    for piece in gl.static_range(4):
+        mbarrier.wait(shared.full.index(4 * G + piece), pair % 2)
+        keys = pieces.index(first + 4 * G + piece).permute((1, 0))
+        scores = warpgroup_mma(queries.index(first + piece), keys, scores, use_acc=piece > 0, is_async=True)
+    rope = _view(shared.ropes, 2, _KEYS, ROPE).index(first + G).permute((1, 0))
     scores = warpgroup_mma(shared.q_rope.index(first), rope, scores, is_async=True)
-    return warpgroup_mma_wait(0, deps=[scores])
-
-
-@gluon.jit
-def _seen(scores, pair, columns, nodes, call, MODE: gl.constexpr, WORDS: gl.constexpr, G: gl.constexpr):
-    """-inf for the keys that a row does not see."""
+    scores = warpgroup_mma_wait(0, deps=[scores])
     start = call.begin + (2 * pair + G) * _KEYS
     if start + _KEYS > call.free_end:
-        seen = visible(call.mask_row, start + columns, call.stop, call.length, nodes, call.used, MODE, WORDS)
+        columns = start + gl.arange(0, _KEYS, gl.SliceLayout(0, scores.type.layout))
+        seen = visible(call.mask_row, columns, call.stop, call.length, nodes, call.used, MODE, WORDS)
         scores = gl.where(seen, scores, float("-inf"))
-    return scores
+        if start + _KEYS > call.stop:
+            _clear(shared, call.stop - start, G)
+    return scores, gl.max(scores, 1)
 
 
 @gluon.jit
-def _give_weights(shared, scores, factor, top, dtype: gl.constexpr, G: gl.constexpr):
-    """Weights of the group's tile and the maxima `top` that they are relative to, for the other group: (weights as an
-    operand, their sums)."""
-    shared.tops.index(G).store(top)
-    weights = gl.exp2(scores * factor - finite_or_zero(top)[:, None])
-    narrow = weights.to(dtype)
-    shared.ropes.index(G).store(narrow)
+def _give_weights(call, shared, scores, highest, top, total, G: gl.constexpr):
+    """Weights of the group's tile and the maxima that they are relative to, for the other group: (weights as an
+    operand, maxima, totals)."""
+    after = gl.maximum(top, highest * call.factor)
+    shared.tops.index(G).store(after)
+    weights = gl.exp2(scores * call.factor - finite_or_zero(after)[:, None])
+    narrow = weights.to(shared.ropes.dtype)
+    _view(shared.ropes, 2, _ROWS, _KEYS).index(G).store(narrow)
     arrive_written(shared.weights.index(G))
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _PIECE, 16])
-    return gl.convert_layout(narrow, gl.DotOperandLayout(0, SUMS, 2)), gl.sum(weights, 1)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _HALF, 16])
+    total = total * gl.exp2(top - finite_or_zero(after)) + gl.sum(weights, 1)
+    return gl.convert_layout(narrow, gl.DotOperandLayout(0, SUMS, 2)), after, total
 
 
 @gluon.jit
-def _add_product(sums, weights, shared, before, after, PIECE: gl.constexpr):
-    """Begin to add the products of two pieces, to the sums scaled from the maxima `before` to those `after`."""
-    acc, more = sums
-    LINES: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+def _add_product(shared, sums, weights, before, after, HALF: gl.constexpr):
+    """Begin to add the product of a half, to the sums scaled from the maxima `before` to those `after`."""
+    LINES: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     decay = gl.convert_layout(gl.exp2(before - finite_or_zero(after)), LINES)[:, None]
-    acc = warpgroup_mma(weights, shared.pieces.index(PIECE), acc * decay, is_async=True)
-    more = warpgroup_mma(weights, shared.pieces.index(PIECE + 1), more * decay, is_async=True)
-    return acc, more
+    return warpgroup_mma(weights, _view(shared.latents, 4, _KEYS, _HALF).index(HALF), sums * decay, is_async=True)
 
 
 @gluon.jit
-def _finished(sums, shared, PIECE: gl.constexpr):
-    """The sums, once the two pieces may be overwritten."""
-    acc, more = sums
-    acc, more = warpgroup_mma_wait(1, deps=[acc, more])
-    arrive(shared.empty.index(PIECE))
-    acc, more = warpgroup_mma_wait(0, deps=[acc, more])
-    arrive(shared.empty.index(PIECE + 1))
-    return acc, more
+def _finished(shared, sums, HALF: gl.constexpr):
+    """The sums, once the half may be overwritten."""
+    sums = warpgroup_mma_wait(0, deps=[sums])
+    arrive(shared.empty.index(HALF))
+    return sums
+
+
+@gluon.jit
+def _add_other(shared, sums, top, total, pair, G: gl.constexpr):
+    """Begin to add the other group's tile of a pair, whose maxima follow those `top`: (sums, maxima, totals)."""
+    mbarrier.wait(shared.weights.index(1 - G), pair % 2)
+    after = shared.tops.index(1 - G).load(top.type.layout)
+    sums = _add_product(shared, sums, _view(shared.ropes, 2, _ROWS, _KEYS).index(1 - G), top, after, 2 - G)
+    return sums, after, total * gl.exp2(top - finite_or_zero(after))
 
 
 @gluon.jit
@@ -223,46 +241,43 @@ def _attend(call, shared, HEADS: gl.constexpr, MODE: gl.constexpr, WORDS: gl.con
     """Computing group G. Group 0 scales its sums to the maxima up to the first tile of a pair, then up to the second;
     group 1, which knows both, adds the products of the first tile while it computes weights of the second."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _KEYS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _PIECE, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _HALF, 16])
     LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OWN: gl.constexpr = 6 * G  # pieces of the group's columns in its own tile
-    OTHER: gl.constexpr = 4 - 2 * G  # and in the other group's
-    dtype: gl.constexpr = call.q_latent.dtype.element_ty
-    columns = gl.arange(0, _KEYS, gl.SliceLayout(0, SCORES))
+    OWN: gl.constexpr = 3 * G  # half of the group's columns in its own tile
+    OTHER: gl.constexpr = 2 - G  # and in the other group's
     zeros = gl.full([_ROWS, _KEYS], 0.0, gl.float32, SCORES)
     nodes = (call.tile * _ROWS + gl.arange(0, _ROWS, LINES)) // HEADS
     top = gl.full([_ROWS], float("-inf"), gl.float32, LINES)
     total = gl.full([_ROWS], 0.0, gl.float32, LINES)
-    sums = (gl.full([_ROWS, _PIECE], 0.0, gl.float32, SUMS), gl.full([_ROWS, _PIECE], 0.0, gl.float32, SUMS))
-    if call.pairs > 0:
-        _load_queries(call, shared, HEADS, G)
-        for pair in range(call.pairs):
-            phase = pair % 2
-            scores = _scores(shared, zeros, phase, pair >> 30, G)
-            scores = _seen(scores, pair, columns, nodes, call, MODE, WORDS, G)
-            highest = gl.max(scores, 1) * call.factor
+    sums = gl.full([_ROWS, _HALF], 0.0, gl.float32, SUMS)
+    mbarrier.wait(shared.loaded.index(0), 0)  # even if there is nothing to do: no copy may outlive the program
+    if call.tiles > 0:
+        for pair in range(call.tiles // 2):
+            scores, highest = _scores(call, shared, zeros, pair, nodes, MODE, WORDS, G)
             if G == 0:
-                between = gl.maximum(top, highest)
-                weights, added = _give_weights(shared, scores, call.factor, between, dtype, G)
-                sums = _add_product(sums, weights, shared, top, between, OWN)
-                total = total * gl.exp2(top - finite_or_zero(between)) + added
-                sums = _finished(sums, shared, OWN)
-                mbarrier.wait(shared.weights.index(1), phase)
-                top = shared.tops.index(1).load(LINES)
-                sums = _add_product(sums, shared.ropes.index(1), shared, between, top, OTHER)
-                total = total * gl.exp2(between - finite_or_zero(top))
-                sums = _finished(sums, shared, OTHER)
+                weights, after, total = _give_weights(call, shared, scores, highest, top, total, G)
+                sums = _add_product(shared, sums, weights, top, after, OWN)
+                sums = _finished(shared, sums, OWN)
+                sums, top, total = _add_other(shared, sums, after, total, pair, G)
+                sums = _finished(shared, sums, OTHER)
             else:
-                mbarrier.wait(shared.weights.index(0), phase)
-                between = shared.tops.index(0).load(LINES)
-                sums = _add_product(sums, shared.ropes.index(0), shared, top, between, OTHER)
-                total = total * gl.exp2(top - finite_or_zero(between))
-                top = gl.maximum(between, highest)
-                weights, added = _give_weights(shared, scores, call.factor, top, dtype, G)
-                total = total * gl.exp2(between - finite_or_zero(top)) + added
-                sums = _finished(sums, shared, OTHER)
-                sums = _add_product(sums, weights, shared, between, top, OWN)
-                sums = _finished(sums, shared, OWN)
+                sums, after, total = _add_other(shared, sums, top, total, pair, G)
+                weights, top, total = _give_weights(call, shared, scores, highest, after, total, G)
+                sums = _finished(shared, sums, OTHER)
+                sums = _add_product(shared, sums, weights, after, top, OWN)
+                sums = _finished(shared, sums, OWN)
+        if call.tiles % 2 == 1:
+            pair = call.tiles // 2
+            if G == 0:
+                scores, highest = _scores(call, shared, zeros, pair, nodes, MODE, WORDS, G)
+                weights, after, total = _give_weights(call, shared, scores, highest, top, total, G)
+                sums = _add_product(shared, sums, weights, top, after, OWN)
+                sums = _finished(shared, sums, OWN)
+            else:
+                sums, after, total = _add_other(shared, sums, top, total, pair, G)
+                sums = _finished(shared, sums, OTHER)
+            top = after
+        tl.extra.cuda.gdc_launch_dependents()
         total += _exchanged(shared, total, G)
         _write(call, shared, sums, top, total, HEADS, SPLIT, G)
 
@@ -280,23 +295,18 @@ def _exchanged(shared, values, G: gl.constexpr):
 
 @gluon.jit
 def _write(call, shared, sums, top, total, HEADS: gl.constexpr, SPLIT: gl.constexpr, G: gl.constexpr):
-    """Store the group's columns, and group 0 the log-sum-exps. The columns go through its own pieces, so that threads
+    """Store the group's columns, and group 0 the log-sum-exps. The columns go through its own half, so that threads
     store 16 bytes each."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    SUM_LINES: gl.constexpr = gl.SliceLayout(1, sums[0].type.layout)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     live = (call.tile * _ROWS + gl.arange(0, _ROWS, top.type.layout)) // HEADS < call.used
     total = gl.where(live, total, 0.0)
-    inverse = gl.convert_layout(inverse_or_zero(total), SUM_LINES)[:, None]
-    kind: gl.constexpr = call.out.dtype.element_ty
-    for index in gl.static_range(2):
-        shared.pieces.index(6 * G + index).store((sums[index] * inverse).to(kind))
+    inverse = gl.convert_layout(inverse_or_zero(total), gl.SliceLayout(1, sums.type.layout))[:, None]
+    half = _view(shared.latents, 4, _ROWS, _HALF).index(3 * G)
+    half.store(gl.where(inverse > 0.0, sums * inverse, 0.0).to(call.out.dtype.element_ty))
     tl.debug_barrier()
-    STORED: gl.constexpr = gl.SliceLayout(1, LOAD)
-    places, written = _places(call, STORED, HEADS, SPLIT)
-    dims = gl.arange(0, _PIECE, gl.SliceLayout(0, LOAD))
-    for index in gl.static_range(2):
-        pointers = call.out + places[:, None] * LATENT + (2 * G + index) * _PIECE + dims[None, :]
-        gl.store(pointers, shared.pieces.index(6 * G + index).load(LOAD), mask=written[:, None])
+    places, written = _places(call, gl.SliceLayout(1, LOAD), HEADS, SPLIT)
+    columns = _HALF * G + gl.arange(0, _HALF, gl.SliceLayout(0, LOAD))
+    gl.store(call.out + places[:, None] * LATENT + columns[None, :], half.load(LOAD), mask=written[:, None])
     if G == 0:
         if call.lse is not None:
             LINES: gl.constexpr = top.type.layout
@@ -327,17 +337,17 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def _allocate(dtype: gl.constexpr):
-    TILES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+def _allocate(dtype: gl.constexpr, COPY: gl.constexpr):
+    COPIES: gl.constexpr = _KEYS // COPY
     shared = Shared(
-        gl.allocate_shared_memory(dtype, [4, _ROWS, _PIECE], TILES),
-        gl.allocate_shared_memory(dtype, [1, _ROWS, ROPE], TILES),
-        gl.allocate_shared_memory(dtype, [8, _KEYS, _PIECE], TILES),
-        gl.allocate_shared_memory(dtype, [2, _KEYS, ROPE], TILES),
+        gl.allocate_shared_memory(dtype, [8, _ROWS, _PANEL], _LAYOUT),
+        gl.allocate_shared_memory(dtype, [1, _ROWS, ROPE], _LAYOUT),
+        gl.allocate_shared_memory(dtype, [16 * COPIES, COPY, _PANEL], _LAYOUT),
+        gl.allocate_shared_memory(dtype, [2 * COPIES, COPY, _PANEL], _LAYOUT),
         gl.allocate_shared_memory(gl.float32, [2, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        _barriers(8, 32 * WARPS),
         _barriers(8, 1),
-        _barriers(1, 2),
+        _barriers(4, 1),
+        _barriers(1, 1),
         _barriers(2, 1),
         _barriers(4, 1),
     )
@@ -352,9 +362,9 @@ RUN_TIME_SIZES = [*Splits._fields, "num_splits", "table_stride"]
 # Many arguments: those of the portable kernel, so that one call describes the work to both.
 @gluon.jit(do_not_specialize=RUN_TIME_SIZES)
 def _mla_hopper_kernel(
-    q_latent_ptr,  # [B, N, H, 512]
-    q_rope_ptr,  # [B, N, H, 64]
-    cache_ptr,  # [pages, PAGE, 576]
+    q_latent,  # descriptor of [B * N * H, 512]
+    q_rope,  # descriptor of [B * N * H, 64]
+    cache,  # descriptor of [pages * PAGE, 576]
     table_ptr,  # [B, table_stride] int32
     lengths_ptr,  # [B] int64
     q_lens_ptr,  # [B] int32 or None
@@ -379,16 +389,19 @@ def _mla_hopper_kernel(
     ALL_SLOTS: gl.constexpr,
     SPLIT: gl.constexpr,
     FIXED: gl.constexpr,
+    COPY: gl.constexpr,  # keys
     COMPUTING: gl.constexpr,
+    COPYING: gl.constexpr,
 ):
-    shared = _allocate(q_latent_ptr.dtype.element_ty)
+    shared = _allocate(cache.dtype, COPY)
     # The predecessor may have written every input, the lengths included, so nothing is loaded before the wait.
     tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
     num_tiles = (num_nodes * HEADS + _ROWS - 1) // _ROWS
     tile = gl.program_id(0) % num_tiles
     split = gl.program_id(0) // num_tiles % num_splits
     request = (gl.program_id(0) // num_tiles // num_splits).to(gl.int64)
+    first_row = request * num_nodes * HEADS
+    _copy_queries(q_latent, q_rope, shared, (first_row + tile * _ROWS).to(gl.int32))
     splits = Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
     begin, split_end, live = split_range(lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED)
     length = gl.load(lengths_ptr + request).to(gl.int32)
@@ -404,34 +417,43 @@ def _mla_hopper_kernel(
     if mask_ptr is not None:
         mask_row = mask_ptr + request * num_nodes * WORDS
     # A split of rows that see none of its keys still writes its empty result.
-    pairs = gl.where(split < live, (gl.maximum(stop - begin, 1) + 2 * _KEYS - 1) // (2 * _KEYS), 0)
+    tiles = gl.where(split < live, (gl.maximum(stop - begin, 1) + _KEYS - 1) // _KEYS, 0)
     call = Call(
-        q_latent_ptr, q_rope_ptr, cache_ptr, table_ptr + request * table_stride, mask_row, out_ptr, lse_ptr,
-        score_scale, request * num_nodes * HEADS, tile, split, num_splits, num_nodes, begin, stop, free_end, pairs,
-        length, used,
+        cache, table_ptr + request * table_stride, mask_row, out_ptr, lse_ptr, score_scale, first_row, tile, split,
+        num_splits, num_nodes, begin, stop, free_end, tiles, length, used,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_copy_tiles, (call, shared, PAGE)),
             (_attend, (call, shared, HEADS, MODE, WORDS, SPLIT, 0)),
             (_attend, (call, shared, HEADS, MODE, WORDS, SPLIT, 1)),
+            (_copy_tiles, (call, shared, PAGE, COPY)),
         ],
-        [WARPS, WARPS],
-        [COMPUTING, COMPUTING],
+        [WARPS, 1],
+        [COMPUTING, COPYING],
     )
+
+
+def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """All but the last dimension as rows, in copies of `rows` rows and 64 columns."""
+    flat = tensor.view(-1, tensor.shape[-1])
+    return TensorDescriptor.from_tensor(flat, [rows, _PANEL.value], _LAYOUT.value)
 
 
 def launch_warp_specialized(call: MlaCall, work: WorkShape, out: Tensor, lse: Tensor | None) -> None:
     """Write `out` and `lse`: the partial results or, without splits, the results."""
     q_latent, q_rope, cache, metadata = call[:4]
+    copy = _KEYS.value if cache.shape[1] % _KEYS.value == 0 else _SHORT_COPY
     launch(
         _mla_hopper_kernel,
         (work.programs(1, False, 0),),
-        *(q_latent, q_rope, cache, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask, out, lse),
+        *(_descriptor(q_latent, _ROWS.value), _descriptor(q_rope, _ROWS.value), _descriptor(cache, copy)),
+        *(metadata.page_table, metadata.lengths, metadata.q_lens),
+        *(metadata.mask, out, lse),
         *(work.num_nodes, work.num_splits, *work.sizes, metadata.page_table.stride(0), metadata.scale * LOG2_E),
         num_warps=WARPS.value,
         HEADS=work.group,
         PAGE=cache.shape[1],
+        COPY=copy,
         MODE=MODE_CODES[metadata.mode],
         WORDS=0 if metadata.mask is None else metadata.mask.shape[2],
         ALL_SLOTS=work.all_slots,
