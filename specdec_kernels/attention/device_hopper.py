@@ -30,6 +30,7 @@ class Ring(NamedTuple):
     queries: Any  # [groups, 64, D], or None where queries are in registers
     full: Any
     empty: Any
+    turns: Any  # [groups]
 
 
 class WorkItem(NamedTuple):

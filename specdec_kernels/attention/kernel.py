@@ -27,6 +27,7 @@ from torch import Tensor
 
 from specdec_kernels.attention import device as d
 from specdec_kernels.attention.device_fp8 import attend_keys_swap_ab
+from specdec_kernels.attention.device_hopper_tma import COPY_KEYS
 from specdec_kernels.attention.kernel_hopper import WARP_SPECIALIZED_TILES, launch_warp_specialized
 from specdec_kernels.attention.kernel_merge import merge
 from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
@@ -329,8 +330,9 @@ def _is_warp_specialized(call: AttentionCall) -> bool:
     if kv_dtype != torch.float8_e4m3fn:
         absent += head_scales
     of_types = call.q.dtype.itemsize == 2 and kv_dtype in (call.q.dtype, torch.float8_e4m3fn)
+    has_copies = kv_dtype.itemsize == 1 or call.kv.shape[2] % COPY_KEYS.value == 0
     has_tile = (kv_dtype.itemsize, call.work.block_m) in WARP_SPECIALIZED_TILES
-    plain = of_types and has_tile and all(each is None for each in absent)
+    plain = of_types and has_tile and has_copies and all(each is None for each in absent)
     return call.config.warp_specialized and plain and not call.work.fixed_splits
 
 

@@ -145,6 +145,8 @@ def _kind(value: Any) -> str:
         return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
     if isinstance(value, float):
         return "fp32"
+    if hasattr(value, "block_shape"):  # a tensor descriptor
+        return f"tensordesc<{_POINTER_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
     raise TypeError(f"no Triton type for an argument of type {type(value).__name__}")
 
 
