@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specdec_kernels.attention.device_hopper import WARPS, next_buffer, num_tiles, work_item, work_range
+from specdec_kernels.attention.device_hopper import WARPS, next_buffer, num_tiles, work_count, work_item
 from specdec_kernels.gluon_copies import request_tensor_copy
 
 COPY_KEYS = gl.constexpr(16)
@@ -71,10 +71,10 @@ def copy_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
     v_pieces = _pieces(ring.v_tiles, NUM_BUFFERS, STATIC)
     values = call.num_pages * STATIC.PAGE
     buffer, phase = 0, 0
-    first, last, step = work_range(call.num_items, STATIC.H_KV)
-    for work in range(first, last, step):
-        item = work_item(work, call, STATIC)
-        column = work % STATIC.H_KV * STATIC.D
+    count = work_count(call, STATIC)
+    for turn in range(gl.cdiv(count, gl.num_programs(0))):
+        item = work_item(turn, count, call, STATIC)
+        column = item.kv_head * STATIC.D
         table_row = call.table + item.request * call.table_stride
         tiles = gl.where(item.exists, num_tiles(item.begin, item.stop, BLOCK_N), 0)
         for tile in range(tiles):

@@ -40,15 +40,15 @@ from specdec_kernels.attention.device_hopper import (
     rows_of_group,
     store_operand,
     weights_of_tile,
+    work_count,
     work_item,
-    work_range,
     write_rows,
 )
 from specdec_kernels.attention.device_hopper_fp8 import attend_fp8, convert_tiles
 from specdec_kernels.attention.device_hopper_tma import clear_values, copy_tiles, pool_descriptor
 from specdec_kernels.attention.launch_arguments import schedule_tensors, score_factors, static_of
 from specdec_kernels.attention.types import AttentionCall
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import launch, num_processors
 
 _KEYS = {2: 128, 1: 64}  # bytes of a stored number: keys of a tile
 # (bytes of a stored number, rows of a program): buffers, and registers of a thread: before they are shared out, in a
@@ -58,7 +58,9 @@ _SETTINGS = {
     (1, 64): dict(NUM_BUFFERS=2, maxnreg=128, COMPUTING=0, COPYING=88),
     (1, 128): dict(NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
 }
+_AT_ONCE = {(2, 128): 1, (1, 64): 2, (1, 128): 1}
 TURNS = True
+PERSISTENT = True
 WARP_SPECIALIZED_TILES = tuple(_SETTINGS)
 """Bytes of a stored number, and query rows that a program over such a pool may have."""
 
@@ -92,11 +94,11 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, TURNS: gl.const
     factor = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES) + call.score_scale
     buffer, phase = 0, 0
     turn = 1 - group  # the first turn of group 0 is free
-    first, last, step = work_range(call.num_items, STATIC.H_KV)
-    for work in range(first, last, step):
-        item = work_item(work, call, STATIC)
+    count = work_count(call, STATIC)
+    for turn_of_work in range(gl.cdiv(count, gl.num_programs(0))):
+        item = work_item(turn_of_work, count, call, STATIC)
         if item.exists:
-            rows = rows_of_group(work, group, item, call, STATIC)
+            rows = rows_of_group(group, item, call, STATIC)
             q = ring.queries.index(group)
             store_operand(q, load_rows(call.q, rows, item.used, STATIC))
             # Made here: Triton 3.6 returns no structure from a function that holds None.
@@ -165,7 +167,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 # More than 16 run-time arguments: the same as `_attention_kernel` has.
-@gluon.jit(do_not_specialize=d.RUN_TIME_SIZES)
+@gluon.jit(do_not_specialize=[*d.RUN_TIME_SIZES, "num_items"])
 def _hopper_kernel(
     q_ptr,  # [B, N, H, D]
     kv,  # [2, pages, PAGE, H_KV, D]: with FP8 a pointer to four codes a number, else a descriptor of `pool_descriptor`
@@ -178,7 +180,7 @@ def _hopper_kernel(
     v_scale_ptr,  # [H_KV] float32 or None, with FP8
     items_ptr,  # [capacity, 3] int32 of a tile schedule or None
     offsets_ptr,  # [B + 1] int32 of a tile schedule or None
-    num_items_ptr,  # [1] int32 of a tile schedule or None
+    num_items,  # [1] int32 of a tile schedule, else the number of work items, each KV head's counted
     out_ptr,  # [B, N, H, D], with SPLIT [partial results, N, H, D]
     lse_ptr,  # [B, N, H] float32 natural or None, with SPLIT [partial results, N, H] base 2
     num_nodes,
@@ -220,7 +222,7 @@ def _hopper_kernel(
     splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, None)
     call = d.Call(
         q_ptr, kv, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, None, None, sinks_ptr, k_scale_ptr, v_scale_ptr,
-        items_ptr, offsets_ptr, num_items_ptr, out_ptr, lse_ptr, None, None, splits, num_pages=num_pages,
+        items_ptr, offsets_ptr, num_items, out_ptr, lse_ptr, None, None, splits, num_pages=num_pages,
         num_splits=num_splits, table_stride=table_stride, score_scale=score_scale, value_scale=value_scale,
         soft_cap=None,
     )  # fmt: skip
@@ -257,17 +259,18 @@ def launch_warp_specialized(call: AttentionCall, out: Tensor, lse: Tensor | None
     q, kv, metadata, scales, work, config, tile_schedule = call
     _, num_pages, _, kv_heads, _ = kv.shape
     fp8 = kv.dtype == torch.float8_e4m3fn
+    pool = kv.view(torch.int32) if fp8 else pool_descriptor(kv)
+    items, offsets, num_items = schedule_tensors(call)
+    count = work.programs(kv_heads, False, 0)
+    resident = config.resident_programs
+    if items is None:
+        resident = num_processors(q) * _AT_ONCE[kv.dtype.itemsize, work.block_m] if PERSISTENT else count
+        num_items = count
     launch(
         _hopper_kernel,
-        (work.programs(kv_heads, tile_schedule is not None, config.resident_programs),),
-        *(
-            q,
-            kv.view(torch.int32) if fp8 else pool_descriptor(kv),
-            metadata.page_table,
-            metadata.lengths,
-            metadata.q_lens,
-        ),
-        *(metadata.mask, *scales.of_heads, *schedule_tensors(call)),
+        (min(count, resident),),
+        *(q, pool, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask, *scales.of_heads),
+        *(items, offsets, num_items),
         *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.sizes[:-1], metadata.page_table.stride(0)),
         *score_factors(call)[:2],
         num_warps=WARPS.value,
