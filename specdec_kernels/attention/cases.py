@@ -129,6 +129,9 @@ CASES = (
     _wide("groups_split", "a split that a request does not have", "chain", 70, (900, 30), split_tokens=128, sinks=True),
     _persistent("groups_planned", "phases of barriers", "tree", 20, (300, 5, 1200, 64), tree_width=90),
     _wide("groups_page_1", "places of per-token pages", "tree", 33, (130,), page_size=1),
+    _wide("groups_page_48", "a page that ends inside a tile", "chain", 40, (200, 77), page_size=48, split_tokens=128),
+    _wide("groups_64", "panels of another head", "tree", 33, (300, 70, 0), q_lens=(33, 3, 0), head_dim=64, sinks=True),
+    _wide("groups_256", "keys past a short tile", "chain", 34, (300, 65), head_dim=256, split_tokens=128),
     # Windows.
     _case("window_chain", "the window counts from the first row", "chain", 5, (40, 3), window=8),
     _case("window_one", "a row that sees itself alone", "chain", 4, (20,), window=1),

@@ -331,7 +331,7 @@ def _is_warp_specialized(call: AttentionCall) -> bool:
         absent += head_scales
     of_types = call.q.dtype.itemsize == 2 and kv_dtype in (call.q.dtype, torch.float8_e4m3fn)
     has_copies = kv_dtype.itemsize == 1 or call.kv.shape[2] % COPY_KEYS.value == 0
-    has_tile = (kv_dtype.itemsize, call.work.block_m) in WARP_SPECIALIZED_TILES
+    has_tile = (kv_dtype.itemsize, call.work.block_m, call.q.shape[3]) in WARP_SPECIALIZED_TILES
     plain = of_types and has_tile and has_copies and all(each is None for each in absent)
     return call.config.warp_specialized and plain and not call.work.fixed_splits
 

@@ -50,19 +50,20 @@ from specdec_kernels.attention.launch_arguments import schedule_tensors, score_f
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import launch, num_processors
 
-_KEYS = {2: 128, 1: 64}  # bytes of a stored number: keys of a tile
-# (bytes of a stored number, rows of a program): buffers, and registers of a thread: before they are shared out, in a
-# second computing group, and in the producer. The first computing group has what is left.
+# (bytes of a stored number, rows of a program, head dimension): keys of a tile, buffers, and registers of a thread:
+# before they are shared out, in a second computing group, and in the producer. The first computing group has the rest.
 _SETTINGS = {
-    (2, 128): dict(NUM_BUFFERS=3, maxnreg=168, COMPUTING=224, COPYING=56),
-    (1, 64): dict(NUM_BUFFERS=2, maxnreg=128, COMPUTING=0, COPYING=88),
-    (1, 128): dict(NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
+    (2, 128, 64): dict(keys=128, NUM_BUFFERS=4, maxnreg=168, COMPUTING=224, COPYING=56),
+    (2, 128, 128): dict(keys=128, NUM_BUFFERS=3, maxnreg=168, COMPUTING=224, COPYING=56),
+    (2, 128, 256): dict(keys=64, NUM_BUFFERS=2, maxnreg=168, COMPUTING=224, COPYING=56),
+    (1, 64, 128): dict(keys=64, NUM_BUFFERS=2, maxnreg=128, COMPUTING=0, COPYING=88),
+    (1, 128, 128): dict(keys=64, NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
 }
-_AT_ONCE = {(2, 128): 1, (1, 64): 2, (1, 128): 1}
+_AT_ONCE = {64: 2, 128: 1}  # rows of a program: programs that a processor runs
 TURNS = True
 PERSISTENT = True
 WARP_SPECIALIZED_TILES = tuple(_SETTINGS)
-"""Bytes of a stored number, and query rows that a program over such a pool may have."""
+"""Bytes of a stored number, query rows that a program over such a pool may have, and head dimension."""
 
 
 @gluon.jit
@@ -261,10 +262,11 @@ def launch_warp_specialized(call: AttentionCall, out: Tensor, lse: Tensor | None
     fp8 = kv.dtype == torch.float8_e4m3fn
     pool = kv.view(torch.int32) if fp8 else pool_descriptor(kv)
     items, offsets, num_items = schedule_tensors(call)
+    settings = dict(_SETTINGS[kv.dtype.itemsize, work.block_m, q.shape[3]])
     count = work.programs(kv_heads, False, 0)
     resident = config.resident_programs
     if items is None:
-        resident = num_processors(q) * _AT_ONCE[kv.dtype.itemsize, work.block_m] if PERSISTENT else count
+        resident = num_processors(q) * _AT_ONCE[work.block_m] if PERSISTENT else count
         num_items = count
     launch(
         _hopper_kernel,
@@ -275,7 +277,7 @@ def launch_warp_specialized(call: AttentionCall, out: Tensor, lse: Tensor | None
         *score_factors(call)[:2],
         num_warps=WARPS.value,
         TURNS=TURNS,
-        STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=_KEYS[kv.dtype.itemsize]),
+        STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=settings.pop("keys")),
         launch_pdl=True,
-        **_SETTINGS[kv.dtype.itemsize, work.block_m],
+        **settings,
     )
