@@ -20,6 +20,7 @@ from specdec_kernels.attention import device as d
 _LOG2_E = gl.constexpr(d.LOG2_E)
 WARPS = gl.constexpr(4)  # of a warp group
 GROUP_ROWS = gl.constexpr(64)  # of a computing group
+COPY_KEYS = gl.constexpr(16)  # of a page, which one copy brings
 
 
 class Ring(NamedTuple):
@@ -30,7 +31,6 @@ class Ring(NamedTuple):
     queries: Any  # [groups, 64, D], or None where queries are in registers
     full: Any
     empty: Any
-    turns: Any  # [groups]
 
 
 class WorkItem(NamedTuple):
@@ -43,6 +43,7 @@ class WorkItem(NamedTuple):
     part: Any  # place of its partial result
     begin: Any  # first key
     stop: Any  # past the last key
+    free_begin: Any  # first key that is in the windows of all rows
     free_end: Any  # position past the keys that every row sees
     length: Any
     used: Any  # rows in use
@@ -89,8 +90,14 @@ def work_item(turn, count, call, STATIC: gl.constexpr):
     if STATIC.SPLIT:
         stop = gl.minimum(stop, split_end)
         free_end = gl.minimum(free_end, stop)
+    free_begin = begin
+    if splits.window is not None:
+        lowest = length + gl.minimum(first_node, used - 1) - splits.window + 1
+        free_begin = length + gl.minimum(last_node, used - 1) - splits.window + 1
+        # Whole copies after `begin`, see `device_hopper_tma`.
+        begin += gl.maximum(lowest - begin, 0) // COPY_KEYS * COPY_KEYS
     exists = inside & (split < live)
-    return WorkItem(exists, request, work % STATIC.H_KV, tile, part, begin, stop, free_end, length, used)
+    return WorkItem(exists, request, work % STATIC.H_KV, tile, part, begin, stop, free_begin, free_end, length, used)
 
 
 @gluon.jit
@@ -111,8 +118,7 @@ def nodes_of_group(rows, LINES: gl.constexpr, STATIC: gl.constexpr):
 @gluon.jit
 def masked(scores, start, columns, view, stop, MODE: gl.constexpr, WORDS: gl.constexpr):
     """-inf for the keys of the tile at `start` that a row does not see."""
-    seen = d.visible(view.mask_row, start + columns, stop, view.length, view.nodes, view.used, MODE, WORDS)
-    return gl.where(seen, scores, float("-inf"))
+    return gl.where(d.visible_in_window(view, start + columns, stop, MODE, WORDS), scores, float("-inf"))
 
 
 @gluon.jit

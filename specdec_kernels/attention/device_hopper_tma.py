@@ -16,10 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specdec_kernels.attention.device_hopper import WARPS, next_buffer, num_tiles, work_count, work_item
+from specdec_kernels.attention.device_hopper import COPY_KEYS, WARPS, next_buffer, num_tiles, work_count, work_item
 from specdec_kernels.gluon_copies import request_tensor_copy
 
-COPY_KEYS = gl.constexpr(16)
 _PANEL = gl.constexpr(64)  # columns
 _LAYOUT = gl.NVMMASharedLayout(128, 16, rank=2)
 _NO_ROW = gl.constexpr(-(1 << 30))  # outside of every pool, for keys and values

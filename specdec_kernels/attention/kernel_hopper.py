@@ -3,7 +3,7 @@
 It computes what `kernel` computes, with specialised warps, as in FlashAttention-3 (arXiv 2407.08608):
 
     producer     a warp that has keys and values copied into buffers of their own, see `device_hopper_tma`
-    computing    two groups of 64 rows, which share every tile and take turns to ask for their products
+    computing    one or two groups of 64 rows, which share every tile and wait for each other only for a free buffer
 
 Within a computing group two products are in flight while a softmax runs:
 
@@ -44,7 +44,7 @@ from specdec_kernels.attention.device_hopper import (
     work_item,
     write_rows,
 )
-from specdec_kernels.attention.device_hopper_fp8 import attend_fp8, convert_tiles
+from specdec_kernels.attention.device_hopper_fp8 import convert_tiles
 from specdec_kernels.attention.device_hopper_tma import clear_values, copy_tiles, pool_descriptor
 from specdec_kernels.attention.launch_arguments import schedule_tensors, score_factors, static_of
 from specdec_kernels.attention.types import AttentionCall
@@ -53,35 +53,40 @@ from specdec_kernels.launch import launch, num_processors
 # (bytes of a stored number, rows of a program, head dimension): keys of a tile, buffers, and registers of a thread:
 # before they are shared out, in a second computing group, and in the producer. The first computing group has the rest.
 _SETTINGS = {
+    (2, 64, 128): dict(keys=64, NUM_BUFFERS=3, maxnreg=128, COMPUTING=0, COPYING=40),
     (2, 128, 64): dict(keys=128, NUM_BUFFERS=4, maxnreg=168, COMPUTING=224, COPYING=56),
     (2, 128, 128): dict(keys=128, NUM_BUFFERS=3, maxnreg=168, COMPUTING=224, COPYING=56),
     (2, 128, 256): dict(keys=64, NUM_BUFFERS=2, maxnreg=168, COMPUTING=224, COPYING=56),
     (1, 64, 128): dict(keys=64, NUM_BUFFERS=2, maxnreg=128, COMPUTING=0, COPYING=88),
-    (1, 128, 128): dict(keys=64, NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
+    (1, 128, 128): dict(keys=128, NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
 }
 _AT_ONCE = {64: 2, 128: 1}  # rows of a program: programs that a processor runs
-TURNS = True
 PERSISTENT = True
 WARP_SPECIALIZED_TILES = tuple(_SETTINGS)
 """Bytes of a stored number, query rows that a program over such a pool may have, and head dimension."""
 
 
 @gluon.jit
-def _wait_for_turn(ring, group, turn, TURNS: gl.constexpr):
-    """Wait until the other group has asked for its products, so that its softmax and these products overlap."""
-    if TURNS:
-        mbarrier.wait(ring.turns.index(group), turn)
+def _load_queries(call, rows, used, queries, LINES: gl.constexpr, STATIC: gl.constexpr):
+    """Store a group's rows for its products: (factor [64] of their scores, to base 2; factor of their sums)."""
+    factor = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES) + call.score_scale
+    value_factor = call.value_scale
+    q = load_rows(call.q, rows, used, STATIC)
+    if STATIC.FP8:
+        if q.dtype == gl.bfloat16:
+            q, grow = d.half_queries(q, d.FP8_NATIVE)
+            factor *= gl.convert_layout(grow, LINES)
+        if call.k_scale is not None:
+            factor *= gl.load(call.k_scale + rows.kv_head)
+        if call.v_scale is not None:
+            value_factor *= gl.load(call.v_scale + rows.kv_head)
+    store_operand(queries, q)
+    return factor, value_factor
 
 
 @gluon.jit
-def _end_turn(ring, group, TURNS: gl.constexpr):
-    if TURNS:
-        arrive(ring.turns.index(1 - group))
-
-
-@gluon.jit
-def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, TURNS: gl.constexpr, STATIC: gl.constexpr):
-    """A computing group over a pool of two-byte numbers: 64 rows of each work item."""
+def _attend(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
+    """A computing group: 64 rows of each work item."""
     D: gl.constexpr = STATIC.D
     BLOCK_N: gl.constexpr = STATIC.BLOCK_N
     MODE: gl.constexpr = STATIC.MODE
@@ -92,34 +97,28 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, TURNS: gl.const
     LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     zeros = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
-    factor = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES) + call.score_scale
     buffer, phase = 0, 0
-    turn = 1 - group  # the first turn of group 0 is free
     count = work_count(call, STATIC)
-    for turn_of_work in range(gl.cdiv(count, gl.num_programs(0))):
-        item = work_item(turn_of_work, count, call, STATIC)
+    for turn in range(gl.cdiv(count, gl.num_programs(0))):
+        item = work_item(turn, count, call, STATIC)
         if item.exists:
             rows = rows_of_group(group, item, call, STATIC)
             q = ring.queries.index(group)
-            store_operand(q, load_rows(call.q, rows, item.used, STATIC))
+            factor, value_factor = _load_queries(call, rows, item.used, q, LINES, STATIC)
             # Made here: Triton 3.6 returns no structure from a function that holds None.
             mask_row = call.mask
             if call.mask is not None:
                 mask_row = call.mask + item.request * call.splits.num_nodes * STATIC.WORDS
             nodes = nodes_of_group(rows, LINES, STATIC)
-            view = d.View(mask_row, None, None, nodes, item.length, item.used, None)
+            positions = d.row_positions(None, item.length, nodes, item.used, d.CHAIN)
+            view = d.View(mask_row, None, positions, nodes, item.length, item.used, call.splits.window)
             top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, LINES)
             acc = gl.full([GROUP_ROWS, D], 0.0, gl.float32, SUMS)
 
             mbarrier.wait(ring.full.index(buffer), phase)
-            _wait_for_turn(ring, group, turn, TURNS)
-            k_tile = ring.k_tiles.index(buffer).permute((1, 0))
-            coming = warpgroup_mma(q, k_tile, zeros, use_acc=False, is_async=True)
-            _end_turn(ring, group, TURNS)
-            turn = 1 - turn
-            scores = warpgroup_mma_wait(0, deps=[coming])
+            scores = warpgroup_mma(q, ring.k_tiles.index(buffer).permute((1, 0)), zeros, use_acc=False)
             arrive(ring.empty.index(buffer))
-            if item.begin + BLOCK_N > item.free_end:
+            if (item.begin + BLOCK_N > item.free_end) | (item.begin < item.free_begin):
                 scores = masked(scores, item.begin, columns, view, item.stop, MODE, WORDS)
             weights, top, decay, total = weights_of_tile(scores, factor, top)
             narrow = gl.convert_layout(weights.to(q.dtype), P)
@@ -127,17 +126,14 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, TURNS: gl.const
                 before, before_phase = buffer, phase
                 buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
                 mbarrier.wait(ring.full.index(buffer), phase)
-                _wait_for_turn(ring, group, turn, TURNS)
                 k_tile = ring.k_tiles.index(buffer).permute((1, 0))
                 coming = warpgroup_mma(q, k_tile, zeros, use_acc=False, is_async=True)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
                 mbarrier.wait(ring.full.index(NUM_BUFFERS + before), before_phase)
                 summed = warpgroup_mma(narrow, ring.v_tiles.index(before), acc, is_async=True)
-                _end_turn(ring, group, TURNS)
-                turn = 1 - turn
                 scores = warpgroup_mma_wait(1, deps=[coming])
                 arrive(ring.empty.index(buffer))
-                if start + BLOCK_N > item.free_end:
+                if (start + BLOCK_N > item.free_end) | (start < item.free_begin):
                     scores = masked(scores, start, columns, view, item.stop, MODE, WORDS)
                 weights, top, decay, added = weights_of_tile(scores, factor, top)
                 total = gl.fma(total, gl.convert_layout(decay, gl.SliceLayout(1, added.type.layout))[:, None], added)
@@ -149,11 +145,20 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, TURNS: gl.const
             total = gl.convert_layout(gl.sum(total, 1), LINES)
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
             mbarrier.wait(ring.full.index(NUM_BUFFERS + buffer), phase)
-            clear_values(ring, buffer, item, NUM_BUFFERS, STATIC)
+            if not STATIC.FP8:
+                clear_values(ring, buffer, item, NUM_BUFFERS, STATIC)
             acc = warpgroup_mma(narrow, ring.v_tiles.index(buffer), acc)
             arrive(ring.empty.index(NUM_BUFFERS + buffer))
             buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
-            write_rows(call, item, rows, acc, top, total, call.value_scale, SUMS, STATIC)
+            write_rows(call, item, rows, acc, top, total, value_factor, SUMS, STATIC)
+
+
+@gluon.jit
+def _bring_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
+    if STATIC.FP8:
+        convert_tiles(call, ring, NUM_BUFFERS, STATIC)
+    else:
+        copy_tiles(call, ring, NUM_BUFFERS, STATIC)
 
 
 @gluon.jit
@@ -193,12 +198,12 @@ def _hopper_kernel(
     longest_split,
     max_splits,
     max_length,
+    window,  # or None; not of a tree
     table_stride,
     score_scale,  # of q . k, to base 2
     value_scale,
     STATIC: gl.constexpr,  # `device.Static`
     NUM_BUFFERS: gl.constexpr,
-    TURNS: gl.constexpr,
     COMPUTING: gl.constexpr,
     COPYING: gl.constexpr,
 ):
@@ -208,50 +213,38 @@ def _hopper_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     D: gl.constexpr = STATIC.D
     GROUPS: gl.constexpr = STATIC.BLOCK_M // GROUP_ROWS
+    PRODUCERS: gl.constexpr = WARPS if STATIC.FP8 else 1
     dtype: gl.constexpr = gl.float16 if STATIC.FP8 else q_ptr.dtype.element_ty
     k_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
     v_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
-    BARRIERS: gl.constexpr = NUM_BUFFERS if STATIC.FP8 else 2 * NUM_BUFFERS
-    full = _barriers(BARRIERS, 1)
-    empty = _barriers(BARRIERS, GROUPS)
-    turns = _barriers(2, 1)
-    if GROUPS == 1 or not STATIC.FP8:
-        queries = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_ROWS, D], SHARED)
-        ring = Ring(k_tiles, v_tiles, queries, full, empty, turns)
-    else:
-        ring = Ring(k_tiles, v_tiles, None, full, empty, turns)
-    splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, None)
+    queries = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_ROWS, D], SHARED)
+    full, empty = _barriers(2 * NUM_BUFFERS, 1), _barriers(2 * NUM_BUFFERS, GROUPS)
+    ring = Ring(k_tiles, v_tiles, queries, full, empty)
+    splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
     call = d.Call(
         q_ptr, kv, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, None, None, sinks_ptr, k_scale_ptr, v_scale_ptr,
         items_ptr, offsets_ptr, num_items, out_ptr, lse_ptr, None, None, splits, num_pages=num_pages,
         num_splits=num_splits, table_stride=table_stride, score_scale=score_scale, value_scale=value_scale,
         soft_cap=None,
     )  # fmt: skip
-    if not STATIC.FP8:
+    if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend_halves, (0, call, ring, NUM_BUFFERS, TURNS, STATIC)),
-                (_attend_halves, (1, call, ring, NUM_BUFFERS, TURNS, STATIC)),
-                (copy_tiles, (call, ring, NUM_BUFFERS, STATIC)),
+                (_attend, (0, call, ring, NUM_BUFFERS, STATIC)),
+                (_attend, (1, call, ring, NUM_BUFFERS, STATIC)),
+                (_bring_tiles, (call, ring, NUM_BUFFERS, STATIC)),
             ],
-            [WARPS, 1],
+            [WARPS, PRODUCERS],
             [COMPUTING, COPYING],
-        )
-    elif GROUPS == 1:
-        gl.warp_specialize(
-            [(attend_fp8, (0, call, ring, NUM_BUFFERS, STATIC)), (convert_tiles, (call, ring, NUM_BUFFERS, STATIC))],
-            [WARPS],
-            [COPYING],
         )
     else:
         gl.warp_specialize(
             [
-                (attend_fp8, (0, call, ring, NUM_BUFFERS, STATIC)),
-                (attend_fp8, (1, call, ring, NUM_BUFFERS, STATIC)),
-                (convert_tiles, (call, ring, NUM_BUFFERS, STATIC)),
+                (_attend, (0, call, ring, NUM_BUFFERS, STATIC)),
+                (_bring_tiles, (call, ring, NUM_BUFFERS, STATIC)),
             ],
-            [WARPS, WARPS],
-            [COMPUTING, COPYING],
+            [PRODUCERS],
+            [COPYING],
         )
 
 
@@ -273,10 +266,9 @@ def launch_warp_specialized(call: AttentionCall, out: Tensor, lse: Tensor | None
         (min(count, resident),),
         *(q, pool, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask, *scales.of_heads),
         *(items, offsets, num_items),
-        *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.sizes[:-1], metadata.page_table.stride(0)),
+        *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.sizes, metadata.page_table.stride(0)),
         *score_factors(call)[:2],
         num_warps=WARPS.value,
-        TURNS=TURNS,
         STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=settings.pop("keys")),
         launch_pdl=True,
         **settings,
