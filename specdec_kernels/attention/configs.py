@@ -231,7 +231,7 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
         resident_programs=resident * PROCESSORS[chip],
         fp8_native=chip in _FP8_NATIVE_CHIPS,
         swap_ab=bucket in _SWAP_AB_BUCKETS,
-        warp_specialized=bucket >= _FP8_WARP_SPECIALIZED_FROM,
+        warp_specialized=bucket >= (_FP8_WARP_SPECIALIZED_FROM if kv_bytes == 1 else _ROW_BUCKETS[-1]),
         pdl=chip in _PDL_CHIPS,
     )
 

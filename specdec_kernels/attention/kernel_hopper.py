@@ -3,13 +3,13 @@
 It computes what `kernel` computes, with specialised warps, as in FlashAttention-3 (arXiv 2407.08608):
 
     producer     a warp that has keys and values copied into buffers of their own, see `device_hopper_tma`
-    computing    one or two groups of 64 rows, which share every tile and wait for each other only for a free buffer
+    computing    two groups of 64 rows, which share every tile and wait for each other only for a free buffer
 
 Within a computing group two products are in flight while a softmax runs:
 
     scores of tile i = q . k        weights of tile i - 1 . v        softmax of tile i waits for the first alone
 
-Over a float8 pool the producer converts, see `device_hopper_fp8`.
+Over a float8 pool the producer converts, and there may be one group, see `device_hopper_fp8`.
 """
 
 # mypy: ignore-errors
@@ -44,49 +44,31 @@ from specdec_kernels.attention.device_hopper import (
     work_item,
     write_rows,
 )
-from specdec_kernels.attention.device_hopper_fp8 import convert_tiles
+from specdec_kernels.attention.device_hopper_fp8 import attend_fp8, convert_tiles
 from specdec_kernels.attention.device_hopper_tma import clear_values, copy_tiles, pool_descriptor
 from specdec_kernels.attention.launch_arguments import schedule_tensors, score_factors, static_of
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import launch, num_processors
 
-# (bytes of a stored number, rows of a program, head dimension): keys of a tile, buffers, and registers of a thread:
-# before they are shared out, in a second computing group, and in the producer. The first computing group has the rest.
+# Registers of a thread before they are shared out, in a second computing group, and in the producer; the first group
+# has the rest. With 224 a group's softmax copies registers.
+_HALVES = dict(maxnreg=168, COMPUTING=232, COPYING=40)
+# (bytes of a stored number, rows of a program, head dimension): keys of a tile, buffers, registers.
 _SETTINGS = {
-    (2, 64, 128): dict(keys=64, NUM_BUFFERS=3, maxnreg=128, COMPUTING=0, COPYING=40),
-    (2, 128, 64): dict(keys=128, NUM_BUFFERS=4, maxnreg=168, COMPUTING=224, COPYING=56),
-    (2, 128, 128): dict(keys=128, NUM_BUFFERS=3, maxnreg=168, COMPUTING=224, COPYING=56),
-    (2, 128, 256): dict(keys=64, NUM_BUFFERS=2, maxnreg=168, COMPUTING=224, COPYING=56),
+    (2, 128, 64): dict(keys=128, NUM_BUFFERS=4, **_HALVES),
+    (2, 128, 128): dict(keys=128, NUM_BUFFERS=3, **_HALVES),
+    (2, 128, 256): dict(keys=64, NUM_BUFFERS=2, **_HALVES),
     (1, 64, 128): dict(keys=64, NUM_BUFFERS=2, maxnreg=128, COMPUTING=0, COPYING=88),
-    (1, 128, 128): dict(keys=128, NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
+    (1, 128, 128): dict(keys=64, NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
 }
 _AT_ONCE = {64: 2, 128: 1}  # rows of a program: programs that a processor runs
-PERSISTENT = True
 WARP_SPECIALIZED_TILES = tuple(_SETTINGS)
 """Bytes of a stored number, query rows that a program over such a pool may have, and head dimension."""
 
 
 @gluon.jit
-def _load_queries(call, rows, used, queries, LINES: gl.constexpr, STATIC: gl.constexpr):
-    """Store a group's rows for its products: (factor [64] of their scores, to base 2; factor of their sums)."""
-    factor = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES) + call.score_scale
-    value_factor = call.value_scale
-    q = load_rows(call.q, rows, used, STATIC)
-    if STATIC.FP8:
-        if q.dtype == gl.bfloat16:
-            q, grow = d.half_queries(q, d.FP8_NATIVE)
-            factor *= gl.convert_layout(grow, LINES)
-        if call.k_scale is not None:
-            factor *= gl.load(call.k_scale + rows.kv_head)
-        if call.v_scale is not None:
-            value_factor *= gl.load(call.v_scale + rows.kv_head)
-    store_operand(queries, q)
-    return factor, value_factor
-
-
-@gluon.jit
-def _attend(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
-    """A computing group: 64 rows of each work item."""
+def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
+    """A computing group over a pool of two-byte numbers: 64 rows of each work item."""
     D: gl.constexpr = STATIC.D
     BLOCK_N: gl.constexpr = STATIC.BLOCK_N
     MODE: gl.constexpr = STATIC.MODE
@@ -97,6 +79,7 @@ def _attend(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
     LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     zeros = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
+    factor = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES) + call.score_scale
     buffer, phase = 0, 0
     count = work_count(call, STATIC)
     for turn in range(gl.cdiv(count, gl.num_programs(0))):
@@ -104,7 +87,7 @@ def _attend(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
         if item.exists:
             rows = rows_of_group(group, item, call, STATIC)
             q = ring.queries.index(group)
-            factor, value_factor = _load_queries(call, rows, item.used, q, LINES, STATIC)
+            store_operand(q, load_rows(call.q, rows, item.used, STATIC))
             # Made here: Triton 3.6 returns no structure from a function that holds None.
             mask_row = call.mask
             if call.mask is not None:
@@ -145,20 +128,11 @@ def _attend(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
             total = gl.convert_layout(gl.sum(total, 1), LINES)
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
             mbarrier.wait(ring.full.index(NUM_BUFFERS + buffer), phase)
-            if not STATIC.FP8:
-                clear_values(ring, buffer, item, NUM_BUFFERS, STATIC)
+            clear_values(ring, buffer, item, NUM_BUFFERS, STATIC)
             acc = warpgroup_mma(narrow, ring.v_tiles.index(buffer), acc)
             arrive(ring.empty.index(NUM_BUFFERS + buffer))
             buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
-            write_rows(call, item, rows, acc, top, total, value_factor, SUMS, STATIC)
-
-
-@gluon.jit
-def _bring_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
-    if STATIC.FP8:
-        convert_tiles(call, ring, NUM_BUFFERS, STATIC)
-    else:
-        copy_tiles(call, ring, NUM_BUFFERS, STATIC)
+            write_rows(call, item, rows, acc, top, total, call.value_scale, SUMS, STATIC)
 
 
 @gluon.jit
@@ -213,13 +187,16 @@ def _hopper_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     D: gl.constexpr = STATIC.D
     GROUPS: gl.constexpr = STATIC.BLOCK_M // GROUP_ROWS
-    PRODUCERS: gl.constexpr = WARPS if STATIC.FP8 else 1
     dtype: gl.constexpr = gl.float16 if STATIC.FP8 else q_ptr.dtype.element_ty
     k_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
     v_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
-    queries = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_ROWS, D], SHARED)
-    full, empty = _barriers(2 * NUM_BUFFERS, 1), _barriers(2 * NUM_BUFFERS, GROUPS)
-    ring = Ring(k_tiles, v_tiles, queries, full, empty)
+    BARRIERS: gl.constexpr = NUM_BUFFERS if STATIC.FP8 else 2 * NUM_BUFFERS
+    full, empty = _barriers(BARRIERS, 1), _barriers(BARRIERS, GROUPS)
+    if GROUPS == 1 or not STATIC.FP8:
+        queries = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_ROWS, D], SHARED)
+        ring = Ring(k_tiles, v_tiles, queries, full, empty)
+    else:
+        ring = Ring(k_tiles, v_tiles, None, full, empty)
     splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
     call = d.Call(
         q_ptr, kv, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, None, None, sinks_ptr, k_scale_ptr, v_scale_ptr,
@@ -227,24 +204,31 @@ def _hopper_kernel(
         num_splits=num_splits, table_stride=table_stride, score_scale=score_scale, value_scale=value_scale,
         soft_cap=None,
     )  # fmt: skip
-    if GROUPS == 2:
+    if not STATIC.FP8:
         gl.warp_specialize(
             [
-                (_attend, (0, call, ring, NUM_BUFFERS, STATIC)),
-                (_attend, (1, call, ring, NUM_BUFFERS, STATIC)),
-                (_bring_tiles, (call, ring, NUM_BUFFERS, STATIC)),
+                (_attend_halves, (0, call, ring, NUM_BUFFERS, STATIC)),
+                (_attend_halves, (1, call, ring, NUM_BUFFERS, STATIC)),
+                (copy_tiles, (call, ring, NUM_BUFFERS, STATIC)),
             ],
-            [WARPS, PRODUCERS],
+            [WARPS, 1],
             [COMPUTING, COPYING],
+        )
+    elif GROUPS == 1:
+        gl.warp_specialize(
+            [(attend_fp8, (0, call, ring, NUM_BUFFERS, STATIC)), (convert_tiles, (call, ring, NUM_BUFFERS, STATIC))],
+            [WARPS],
+            [COPYING],
         )
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, call, ring, NUM_BUFFERS, STATIC)),
-                (_bring_tiles, (call, ring, NUM_BUFFERS, STATIC)),
+                (attend_fp8, (0, call, ring, NUM_BUFFERS, STATIC)),
+                (attend_fp8, (1, call, ring, NUM_BUFFERS, STATIC)),
+                (convert_tiles, (call, ring, NUM_BUFFERS, STATIC)),
             ],
-            [PRODUCERS],
-            [COPYING],
+            [WARPS, WARPS],
+            [COMPUTING, COPYING],
         )
 
 
@@ -253,23 +237,22 @@ def launch_warp_specialized(call: AttentionCall, out: Tensor, lse: Tensor | None
     q, kv, metadata, scales, work, config, tile_schedule = call
     _, num_pages, _, kv_heads, _ = kv.shape
     fp8 = kv.dtype == torch.float8_e4m3fn
-    pool = kv.view(torch.int32) if fp8 else pool_descriptor(kv)
-    items, offsets, num_items = schedule_tensors(call)
     settings = dict(_SETTINGS[kv.dtype.itemsize, work.block_m, q.shape[3]])
+    keys = settings.pop("keys")
+    items, offsets, num_items = schedule_tensors(call)
     count = work.programs(kv_heads, False, 0)
-    resident = config.resident_programs
-    if items is None:
-        resident = num_processors(q) * _AT_ONCE[work.block_m] if PERSISTENT else count
-        num_items = count
+    listed = tile_schedule is not None
+    resident = config.resident_programs if listed else _AT_ONCE[work.block_m] * num_processors(q)
     launch(
         _hopper_kernel,
         (min(count, resident),),
-        *(q, pool, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask, *scales.of_heads),
-        *(items, offsets, num_items),
+        *(q, kv.view(torch.int32) if fp8 else pool_descriptor(kv), metadata.page_table),
+        *(metadata.lengths, metadata.q_lens, metadata.mask, *scales.of_heads),
+        *(items, offsets, num_items if listed else count),
         *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.sizes, metadata.page_table.stride(0)),
         *score_factors(call)[:2],
         num_warps=WARPS.value,
-        STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=settings.pop("keys")),
+        STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=keys),
         launch_pdl=True,
         **settings,
     )
