@@ -122,7 +122,7 @@ CASES = (
     _case("page_odd", "page size not a power of two", "chain", 6, (20, 31), page_size=6, split_tokens=16),
     _case("head_dim_96", "padding read from the next head", "tree", 9, (40, 3), head_dim=96),
     _case("head_dim_96_split", "padding written to the next row", "chain", 3, (40,), head_dim=96, split_tokens=16),
-    # 64 rows and more, which sm90 computes in groups of 64 rows with specialised warps.
+    # More than 64 rows, which sm90 computes in groups of 64 rows with specialised warps.
     _wide("groups_tree", "rows of the other group", "tree", 40, (200, 70, 0), q_lens=(40, 3, 0), sinks=True),
     _wide("groups_chain", "buffers of the item before", "chain", 33, (700, 0)),
     _wide("groups_block", "keys after the last", "block", 64, (63, 65)),
@@ -132,9 +132,6 @@ CASES = (
     _wide("groups_page_48", "a page that ends inside a tile", "chain", 40, (200, 77), page_size=48, split_tokens=128),
     _wide("groups_64", "panels of another head", "tree", 33, (300, 70, 0), q_lens=(33, 3, 0), head_dim=64, sinks=True),
     _wide("groups_256", "keys past a short tile", "chain", 34, (300, 65), head_dim=256, split_tokens=128),
-    _wide("groups_one", "buffers of another program", "chain", 16, (200, 3, 900, 0), q_lens=(16, 5, 16, 0), sinks=True),
-    _wide("groups_one_tree", "bits of the rows", "tree", 16, (300, 33), tree_width=70, planned=True, split_tokens=128),
-    _wide("groups_one_window", "a tile of a split below the window", "chain", 16, (450, 31), window=200, sinks=True),
     _wide("groups_window", "a window from a page on", "chain", 70, (300, 9), window=60, q_lens=(70, 33), sinks=True),
     _wide("groups_window_block", "first keys of the last row", "block", 40, (300, 65), window=90, split_tokens=128),
     # Windows.

@@ -163,7 +163,7 @@ def test_specialised_warps_take_calls_whose_copies_are_whole(
 ) -> None:
     """16 keys of one page: a page, and the first key of a split, is a multiple of 16."""
     options = dict(heads=(8, 2), head_dim=128) | options
-    arguments = attention_inputs(Maker.seeded("cpu", torch.bfloat16), mode, 16, (1000,), **options)
+    arguments = attention_inputs(Maker.seeded("cpu", torch.bfloat16), mode, 32, (1000,), **options)
     with record_launches("sm90") as launches:
         paged_attention(**arguments, impl="triton")
     assert ("NUM_BUFFERS" in launches[0].constexprs) == specialised
