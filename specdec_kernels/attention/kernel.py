@@ -331,6 +331,7 @@ def _is_warp_specialized(call: AttentionCall) -> bool:
     has_tile = (kv_dtype.itemsize, work.block_m, call.q.shape[3]) in WARP_SPECIALIZED_TILES
     # A copy is of one page, and splits begin with one, see `device.split_layout`.
     whole_copies = call.kv.shape[2] % COPY_KEYS.value == 0 and work.split_tokens % (8 * COPY_KEYS.value) == 0
+    whole_copies = whole_copies and call.kv.data_ptr() % 16 == 0
     window_missing = metadata.window is not None and (fp8 or metadata.mode == "tree")
     scaled = not fp8 and any(scale is not None for scale in call.scales.of_heads[1:])
     plain = metadata.soft_cap is None and not (window_missing or scaled or work.fixed_splits)

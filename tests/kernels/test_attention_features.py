@@ -143,6 +143,13 @@ def test_queries_are_brought_into_the_range_of_float16() -> None:
     assert scaled[3] == 2.0**6 and scaled[4] < 2.0**6 and scaled[5] == 0.0
 
 
+def is_specialised(arguments: dict[str, Any]) -> bool:
+    """Whether `kernel_hopper` computes the call on sm90."""
+    with record_launches("sm90") as launches:
+        paged_attention(**arguments, impl="triton")
+    return "NUM_BUFFERS" in launches[0].constexprs
+
+
 @pytest.mark.parametrize(
     "specialised, mode, options",
     [
@@ -164,6 +171,11 @@ def test_specialised_warps_take_calls_whose_copies_are_whole(
     """16 keys of one page: a page, and the first key of a split, is a multiple of 16."""
     options = dict(heads=(8, 2), head_dim=128) | options
     arguments = attention_inputs(Maker.seeded("cpu", torch.bfloat16), mode, 32, (1000,), **options)
-    with record_launches("sm90") as launches:
-        paged_attention(**arguments, impl="triton")
-    assert ("NUM_BUFFERS" in launches[0].constexprs) == specialised
+    assert is_specialised(arguments) == specialised
+
+
+def test_specialised_warps_take_no_pool_that_is_not_aligned() -> None:
+    arguments = attention_inputs(Maker.seeded("cpu", torch.bfloat16), "chain", 32, (9,), heads=(8, 2), head_dim=128)
+    kv = arguments["kv"]
+    arguments["kv"] = torch.cat([kv.new_zeros(1), kv.flatten()])[1:].view(kv.shape)
+    assert not is_specialised(arguments)
