@@ -241,14 +241,13 @@ def launch_warp_specialized(call: AttentionCall, out: Tensor, lse: Tensor | None
     keys = settings.pop("keys")
     items, offsets, num_items = schedule_tensors(call)
     count = work.programs(kv_heads, False, 0)
-    listed = tile_schedule is not None
-    resident = config.resident_programs if listed else _AT_ONCE[work.block_m] * num_processors(q)
+    resident = min(config.resident_programs, _AT_ONCE[work.block_m] * num_processors(q))
     launch(
         _hopper_kernel,
         (min(count, resident),),
         *(q, kv.view(torch.int32) if fp8 else pool_descriptor(kv), metadata.page_table),
         *(metadata.lengths, metadata.q_lens, metadata.mask, *scales.of_heads),
-        *(items, offsets, num_items if listed else count),
+        *(items, offsets, count if num_items is None else num_items),
         *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.sizes, metadata.page_table.stride(0)),
         *score_factors(call)[:2],
         num_warps=WARPS.value,
