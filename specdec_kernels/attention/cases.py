@@ -127,13 +127,18 @@ CASES = (
     _case("page_odd", "page size not a power of two", "chain", 6, (20, 31), page_size=6, split_tokens=16),
     _case("head_dim_96", "padding read from the next head", "tree", 9, (40, 3), head_dim=96),
     _case("head_dim_96_split", "padding written to the next row", "chain", 3, (40,), head_dim=96, split_tokens=16),
-    # 128 rows and more of a head dimension of 128, which sm90 computes in groups of 64 rows.
+    # More than 64 rows, which sm90 computes in groups of 64 rows with specialised warps.
     _wide("groups_tree", "rows of the other group", "tree", 40, (200, 70, 0), q_lens=(40, 3, 0), sinks=True),
     _wide("groups_chain", "buffers of the item before", "chain", 33, (700, 0)),
     _wide("groups_block", "keys after the last", "block", 64, (63, 65)),
     _wide("groups_split", "a split that a request does not have", "chain", 70, (900, 30), split_tokens=128, sinks=True),
     _persistent("groups_planned", "phases of barriers", "tree", 20, (300, 5, 1200, 64), tree_width=90),
     _wide("groups_page_1", "places of per-token pages", "tree", 33, (130,), page_size=1),
+    _wide("groups_page_48", "a page that ends inside a tile", "chain", 40, (200, 77), page_size=48, split_tokens=128),
+    _wide("groups_64", "panels of another head", "tree", 33, (300, 70, 0), q_lens=(33, 3, 0), head_dim=64, sinks=True),
+    _wide("groups_256", "keys past a short tile", "chain", 34, (300, 65), head_dim=256, split_tokens=128),
+    _wide("groups_window", "a window from a page on", "chain", 70, (300, 9), window=60, q_lens=(70, 33), sinks=True),
+    _wide("groups_window_block", "first keys of the last row", "block", 40, (300, 65), window=90, split_tokens=128),
     # Windows.
     _case("window_chain", "the window counts from the first row", "chain", 5, (40, 3), window=8),
     _case("window_one", "a row that sees itself alone", "chain", 4, (20,), window=1),

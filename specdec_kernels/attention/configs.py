@@ -46,6 +46,7 @@ _FP8_NATIVE_CHIPS = ("sm90", "sm100")
 _PDL_CHIPS = ("sm90", "sm100")
 _SWAP_AB_BUCKETS = (16, 32)  # with more rows, finding the maxima of keys by rows takes longer than conversions
 _FP8_WARP_SPECIALIZED_FROM = 64  # rows; with fewer, keys as the first operand are faster, see `device_fp8`
+_WARP_SPECIALIZED_HEAD_DIMS = {1: (128,), 2: (64, 128, 256)}  # bytes of a stored number: dimensions
 _PROGRAMS_AT_ONCE = {16: 3, 32: 2, 64: 2, 128: 1}
 _FP8_PROGRAMS_AT_ONCE = _PROGRAMS_AT_ONCE | {16: 2}
 
@@ -134,7 +135,9 @@ def attention_config(
             names = ", ".join(field.name for field in fields(AttentionConfig))
             raise ValueError(f"tuning: expected fields among {names}, got {', '.join(unknown)}")
         config = replace(config, **tuning)
-    warp_specialized = config.warp_specialized and chip == "sm90" and head_dim == 128
+    warp_specialized = (
+        config.warp_specialized and chip == "sm90" and head_dim in _WARP_SPECIALIZED_HEAD_DIMS.get(kv_bytes, ())
+    )
     swap_ab = config.swap_ab and (chip == "interpreter" or (chip == "sm90" and _head_dim_row(head_dim) == 128))
     config = replace(config, warp_specialized=warp_specialized, swap_ab=swap_ab)
     return replace(config, split_tokens=-(-config.split_tokens // config.block_n) * config.block_n)

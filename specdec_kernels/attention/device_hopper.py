@@ -20,6 +20,7 @@ from specdec_kernels.attention import device as d
 _LOG2_E = gl.constexpr(d.LOG2_E)
 WARPS = gl.constexpr(4)  # of a warp group
 GROUP_ROWS = gl.constexpr(64)  # of a computing group
+COPY_KEYS = gl.constexpr(16)  # of a page, which one copy brings
 
 
 class Ring(NamedTuple):
@@ -35,12 +36,14 @@ class Ring(NamedTuple):
 class WorkItem(NamedTuple):
     """A unit of work: a tile of rows of a request over a split of the keys."""
 
-    exists: Any  # a request may have fewer splits than the grid
+    exists: Any  # a request may have fewer splits than the grid, and the last round fewer items than programs
     request: Any
+    kv_head: Any
     tile: Any
     part: Any  # place of its partial result
     begin: Any  # first key
     stop: Any  # past the last key
+    free_begin: Any  # first key that is in the windows of all rows
     free_end: Any  # position past the keys that every row sees
     length: Any
     used: Any  # rows in use
@@ -55,17 +58,22 @@ class Rows(NamedTuple):
 
 
 @gluon.jit
-def work_range(num_items_ptr, H_KV: gl.constexpr):
-    """First work item of the program, past its last, and the step between two."""
-    if num_items_ptr is None:
-        return gl.program_id(0), gl.program_id(0) + 1, 1
+def work_count(call, STATIC: gl.constexpr):
+    """Work items of the call, each KV head's counted."""
+    if call.items is None:
+        return call.num_items
     else:
-        return gl.program_id(0), gl.load(num_items_ptr) * H_KV, gl.num_programs(0)
+        return gl.load(call.num_items) * STATIC.H_KV
 
 
 @gluon.jit
-def work_item(work, call, STATIC: gl.constexpr):
-    """The `WorkItem` with the number `work`."""
+def work_item(turn, count, call, STATIC: gl.constexpr):
+    """The `WorkItem` of the program in a round over `count` of them. Every other round runs backwards: items that get
+    shorter from first to last, as a prompt's do, are then shared evenly."""
+    programs = gl.num_programs(0)
+    place = gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    inside = turn * programs + place < count
+    work = gl.minimum(turn * programs + place, count - 1)
     ROWS: gl.constexpr = STATIC.BLOCK_M
     GROUP: gl.constexpr = STATIC.GROUP
     splits = call.splits
@@ -82,17 +90,23 @@ def work_item(work, call, STATIC: gl.constexpr):
     if STATIC.SPLIT:
         stop = gl.minimum(stop, split_end)
         free_end = gl.minimum(free_end, stop)
-    return WorkItem(split < live, request, tile, part, begin, stop, free_end, length, used)
+    free_begin = begin
+    if splits.window is not None:
+        lowest = length + gl.minimum(first_node, used - 1) - splits.window + 1
+        free_begin = length + gl.minimum(last_node, used - 1) - splits.window + 1
+        # Whole copies after `begin`, see `device_hopper_tma`.
+        begin += gl.maximum(lowest - begin, 0) // COPY_KEYS * COPY_KEYS
+    exists = inside & (split < live)
+    return WorkItem(exists, request, work % STATIC.H_KV, tile, part, begin, stop, free_begin, free_end, length, used)
 
 
 @gluon.jit
-def rows_of_group(work, group, item, call, STATIC: gl.constexpr):
+def rows_of_group(group, item, call, STATIC: gl.constexpr):
     """The `Rows` of computing group `group` in a work item."""
     GROUP: gl.constexpr = STATIC.GROUP
-    kv_head = work % STATIC.H_KV
     first_row = item.tile * STATIC.BLOCK_M + group * GROUP_ROWS
-    own = item.request * call.splits.num_nodes * (STATIC.H_KV * GROUP) + kv_head * GROUP
-    return Rows(kv_head, first_row, own)
+    own = item.request * call.splits.num_nodes * (STATIC.H_KV * GROUP) + item.kv_head * GROUP
+    return Rows(item.kv_head, first_row, own)
 
 
 @gluon.jit
@@ -104,8 +118,7 @@ def nodes_of_group(rows, LINES: gl.constexpr, STATIC: gl.constexpr):
 @gluon.jit
 def masked(scores, start, columns, view, stop, MODE: gl.constexpr, WORDS: gl.constexpr):
     """-inf for the keys of the tile at `start` that a row does not see."""
-    seen = d.visible(view.mask_row, start + columns, stop, view.length, view.nodes, view.used, MODE, WORDS)
-    return gl.where(seen, scores, float("-inf"))
+    return gl.where(d.visible_in_window(view, start + columns, stop, MODE, WORDS), scores, float("-inf"))
 
 
 @gluon.jit

@@ -30,8 +30,8 @@ from specdec_kernels.attention.device_hopper import (
     rows_of_group,
     store_operand,
     weights_of_tile,
+    work_count,
     work_item,
-    work_range,
     write_rows,
 )
 
@@ -73,11 +73,11 @@ def convert_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LOAD))
     quads = gl.arange(0, QUADS, gl.SliceLayout(0, LOAD))
     buffer, phase = 0, 0
-    first, last, step = work_range(call.num_items, H_KV)
-    for work in range(first, last, step):
-        item = work_item(work, call, STATIC)
+    count = work_count(call, STATIC)
+    for turn in range(gl.cdiv(count, gl.num_programs(0))):
+        item = work_item(turn, count, call, STATIC)
         stop = item.stop
-        key_ptr = call.kv + work % H_KV * QUADS
+        key_ptr = call.kv + item.kv_head * QUADS
         value_ptr = key_ptr + call.num_pages.to(gl.int64) * (PAGE * STEP)
         table_row = call.table + item.request * call.table_stride
         positions = item.begin + columns
@@ -160,11 +160,11 @@ def attend_fp8(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexp
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     zeros = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
     buffer, phase = 0, 0
-    first, last, step = work_range(call.num_items, STATIC.H_KV)
-    for work in range(first, last, step):
-        item = work_item(work, call, STATIC)
+    count = work_count(call, STATIC)
+    for turn in range(gl.cdiv(count, gl.num_programs(0))):
+        item = work_item(turn, count, call, STATIC)
         if item.exists:
-            rows = rows_of_group(work, group, item, call, STATIC)
+            rows = rows_of_group(group, item, call, STATIC)
             q, factor = _load_queries(call, rows, item.used, ring.queries, group, SCORES, STATIC)
             factor = factor * call.score_scale
             value_factor = call.value_scale

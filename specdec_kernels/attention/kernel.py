@@ -27,6 +27,7 @@ from torch import Tensor
 
 from specdec_kernels.attention import device as d
 from specdec_kernels.attention.device_fp8 import attend_keys_swap_ab
+from specdec_kernels.attention.device_hopper import COPY_KEYS
 from specdec_kernels.attention.kernel_hopper import WARP_SPECIALIZED_TILES, launch_warp_specialized
 from specdec_kernels.attention.kernel_merge import merge
 from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
@@ -324,14 +325,17 @@ def _attention(call: AttentionCall, lse: Tensor | None, out: Tensor | None = Non
 
 def _is_warp_specialized(call: AttentionCall) -> bool:
     """Whether `kernel_hopper` computes the call."""
-    kv_dtype, head_scales = call.kv.dtype, call.scales.of_heads[1:]
-    absent = (call.metadata.window, call.metadata.soft_cap)
-    if kv_dtype != torch.float8_e4m3fn:
-        absent += head_scales
-    of_types = call.q.dtype.itemsize == 2 and kv_dtype in (call.q.dtype, torch.float8_e4m3fn)
-    has_tile = (kv_dtype.itemsize, call.work.block_m) in WARP_SPECIALIZED_TILES
-    plain = of_types and has_tile and all(each is None for each in absent)
-    return call.config.warp_specialized and plain and not call.work.fixed_splits
+    metadata, work, kv_dtype = call.metadata, call.work, call.kv.dtype
+    fp8 = kv_dtype == torch.float8_e4m3fn
+    of_types = call.q.dtype.itemsize == 2 and (fp8 or kv_dtype == call.q.dtype)
+    has_tile = (kv_dtype.itemsize, work.block_m, call.q.shape[3]) in WARP_SPECIALIZED_TILES
+    # A copy is of one page, and splits begin with one, see `device.split_layout`.
+    whole_copies = call.kv.shape[2] % COPY_KEYS.value == 0 and work.split_tokens % (8 * COPY_KEYS.value) == 0
+    whole_copies = whole_copies and call.kv.data_ptr() % 16 == 0
+    window_missing = metadata.window is not None and (fp8 or metadata.mode == "tree")
+    scaled = not fp8 and any(scale is not None for scale in call.scales.of_heads[1:])
+    plain = metadata.soft_cap is None and not (window_missing or scaled or work.fixed_splits)
+    return call.config.warp_specialized and of_types and has_tile and (fp8 or whole_copies) and plain
 
 
 def _launch(call: AttentionCall, part: Tensor, part_lse: Tensor | None, state: TreeState | None) -> None:

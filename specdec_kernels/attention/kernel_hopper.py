@@ -2,14 +2,14 @@
 
 It computes what `kernel` computes, with specialised warps, as in FlashAttention-3 (arXiv 2407.08608):
 
-    producer     copies keys and values of the tiles into buffers of their own, as many ahead as there are buffers
-    computing    one or two groups of 64 rows, which share every tile and wait for each other only for a free buffer
+    producer     a warp that has keys and values copied into buffers of their own, see `device_hopper_tma`
+    computing    two groups of 64 rows, which share every tile and wait for each other only for a free buffer
 
 Within a computing group two products are in flight while a softmax runs:
 
     scores of tile i = q . k        weights of tile i - 1 . v        softmax of tile i waits for the first alone
 
-Over a float8 pool the producer converts, see `device_hopper_fp8`.
+Over a float8 pool the producer converts, and there may be one group, see `device_hopper_fp8`.
 """
 
 # mypy: ignore-errors
@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -38,79 +37,33 @@ from specdec_kernels.attention.device_hopper import (
     masked,
     next_buffer,
     nodes_of_group,
-    num_tiles,
     rows_of_group,
     store_operand,
-    wait_written,
     weights_of_tile,
+    work_count,
     work_item,
-    work_range,
     write_rows,
 )
 from specdec_kernels.attention.device_hopper_fp8 import attend_fp8, convert_tiles
+from specdec_kernels.attention.device_hopper_tma import clear_values, copy_tiles, pool_descriptor
 from specdec_kernels.attention.launch_arguments import schedule_tensors, score_factors, static_of
 from specdec_kernels.attention.types import AttentionCall
-from specdec_kernels.gluon_copies import request_copy
-from specdec_kernels.launch import launch
+from specdec_kernels.launch import launch, num_processors
 
-_KEYS = {2: 128, 1: 64}  # bytes of a stored number: keys of a tile
-_PART = gl.constexpr(64)  # keys that the producer asks for at a time: more take more registers than it has
-# (bytes of a stored number, rows of a program): buffers, and registers of a thread: before they are shared out, in a
-# second computing group, and in the producer. The first computing group has what is left.
+# Registers of a thread before they are shared out, in a second computing group, and in the producer; the first group
+# has the rest. With 224 a group's softmax copies registers.
+_HALVES = dict(maxnreg=168, COMPUTING=232, COPYING=40)
+# (bytes of a stored number, rows of a program, head dimension): keys of a tile, buffers, registers.
 _SETTINGS = {
-    (2, 128): dict(NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
-    (1, 64): dict(NUM_BUFFERS=2, maxnreg=128, COMPUTING=0, COPYING=88),
-    (1, 128): dict(NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
+    (2, 128, 64): dict(keys=128, NUM_BUFFERS=4, **_HALVES),
+    (2, 128, 128): dict(keys=128, NUM_BUFFERS=3, **_HALVES),
+    (2, 128, 256): dict(keys=64, NUM_BUFFERS=2, **_HALVES),
+    (1, 64, 128): dict(keys=64, NUM_BUFFERS=2, maxnreg=128, COMPUTING=0, COPYING=88),
+    (1, 128, 128): dict(keys=64, NUM_BUFFERS=3, maxnreg=168, COMPUTING=208, COPYING=88),
 }
+_AT_ONCE = {64: 2, 128: 1}  # rows of a program: programs that a processor runs
 WARP_SPECIALIZED_TILES = tuple(_SETTINGS)
-"""Bytes of a stored number, and query rows that a program over such a pool may have."""
-
-
-@gluon.jit
-def _copy_tile(buffer, source_ptr, table_row, pages, first, stop, columns, dims, STATIC: gl.constexpr):
-    """Ask for the keys, or the values, from position `first` on; `pages` are those of its first part. Returns the pages
-    of the first part of the next tile."""
-    BLOCK_N: gl.constexpr = STATIC.BLOCK_N
-    for row in gl.static_range(0, BLOCK_N, _PART):
-        positions = first + row + columns
-        places = pages.to(gl.int64) * STATIC.PAGE + positions % STATIC.PAGE
-        pages = d.page_ids(table_row, positions + _PART, stop, STATIC.PAGE)
-        offsets = places[:, None] * (STATIC.H_KV * STATIC.D) + dims[None, :]
-        request_copy(buffer.slice(row, _PART), source_ptr + offsets, mask=(positions < stop)[:, None])
-    return pages
-
-
-@gluon.jit
-def _copy_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
-    """The producer. It waits for free buffers alone: its copies arrive at a buffer's barrier when they have ended."""
-    D: gl.constexpr = STATIC.D
-    H_KV: gl.constexpr = STATIC.H_KV
-    PAGE: gl.constexpr = STATIC.PAGE
-    BLOCK_N: gl.constexpr = STATIC.BLOCK_N
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    columns = gl.arange(0, _PART, gl.SliceLayout(1, LOAD))
-    dims = gl.arange(0, D, gl.SliceLayout(0, LOAD))
-    buffer, phase = 0, 0
-    first, last, step = work_range(call.num_items, H_KV)
-    for work in range(first, last, step):
-        item = work_item(work, call, STATIC)
-        tiles = gl.where(item.exists, num_tiles(item.begin, item.stop, BLOCK_N), 0)
-        key_ptr = call.kv + work % H_KV * D
-        value_ptr = key_ptr + call.num_pages.to(gl.int64) * (PAGE * H_KV * D)
-        table_row = call.table + item.request * call.table_stride
-        pages = d.page_ids(table_row, item.begin + columns, item.stop, PAGE)
-        for tile in range(tiles):
-            start = item.begin + tile * BLOCK_N
-            mbarrier.wait(ring.empty.index(buffer), 1 - phase)
-            _copy_tile(ring.k_tiles.index(buffer), key_ptr, table_row, pages, start, item.stop, columns, dims, STATIC)
-            async_copy.mbarrier_arrive(ring.full.index(buffer), increment_count=False)
-            mbarrier.wait(ring.empty.index(NUM_BUFFERS + buffer), 1 - phase)
-            pages = _copy_tile(
-                ring.v_tiles.index(buffer), value_ptr, table_row, pages, start, item.stop, columns, dims, STATIC
-            )
-            async_copy.mbarrier_arrive(ring.full.index(NUM_BUFFERS + buffer), increment_count=False)
-            buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
-    async_copy.wait_group(0)
+"""Bytes of a stored number, query rows that a program over such a pool may have, and head dimension."""
 
 
 @gluon.jit
@@ -128,11 +81,11 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.cons
     zeros = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
     factor = gl.full([GROUP_ROWS], 0.0, gl.float32, LINES) + call.score_scale
     buffer, phase = 0, 0
-    first, last, step = work_range(call.num_items, STATIC.H_KV)
-    for work in range(first, last, step):
-        item = work_item(work, call, STATIC)
+    count = work_count(call, STATIC)
+    for turn in range(gl.cdiv(count, gl.num_programs(0))):
+        item = work_item(turn, count, call, STATIC)
         if item.exists:
-            rows = rows_of_group(work, group, item, call, STATIC)
+            rows = rows_of_group(group, item, call, STATIC)
             q = ring.queries.index(group)
             store_operand(q, load_rows(call.q, rows, item.used, STATIC))
             # Made here: Triton 3.6 returns no structure from a function that holds None.
@@ -140,29 +93,30 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.cons
             if call.mask is not None:
                 mask_row = call.mask + item.request * call.splits.num_nodes * STATIC.WORDS
             nodes = nodes_of_group(rows, LINES, STATIC)
-            view = d.View(mask_row, None, None, nodes, item.length, item.used, None)
+            positions = d.row_positions(None, item.length, nodes, item.used, d.CHAIN)
+            view = d.View(mask_row, None, positions, nodes, item.length, item.used, call.splits.window)
             top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, LINES)
             acc = gl.full([GROUP_ROWS, D], 0.0, gl.float32, SUMS)
 
-            wait_written(ring.full.index(buffer), phase)
+            mbarrier.wait(ring.full.index(buffer), phase)
             scores = warpgroup_mma(q, ring.k_tiles.index(buffer).permute((1, 0)), zeros, use_acc=False)
             arrive(ring.empty.index(buffer))
-            if item.begin + BLOCK_N > item.free_end:
+            if (item.begin + BLOCK_N > item.free_end) | (item.begin < item.free_begin):
                 scores = masked(scores, item.begin, columns, view, item.stop, MODE, WORDS)
             weights, top, decay, total = weights_of_tile(scores, factor, top)
             narrow = gl.convert_layout(weights.to(q.dtype), P)
             for start in range(item.begin + BLOCK_N, item.stop, BLOCK_N):
                 before, before_phase = buffer, phase
                 buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
-                wait_written(ring.full.index(buffer), phase)
+                mbarrier.wait(ring.full.index(buffer), phase)
                 k_tile = ring.k_tiles.index(buffer).permute((1, 0))
                 coming = warpgroup_mma(q, k_tile, zeros, use_acc=False, is_async=True)
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-                wait_written(ring.full.index(NUM_BUFFERS + before), before_phase)
+                mbarrier.wait(ring.full.index(NUM_BUFFERS + before), before_phase)
                 summed = warpgroup_mma(narrow, ring.v_tiles.index(before), acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[coming])
                 arrive(ring.empty.index(buffer))
-                if start + BLOCK_N > item.free_end:
+                if (start + BLOCK_N > item.free_end) | (start < item.free_begin):
                     scores = masked(scores, start, columns, view, item.stop, MODE, WORDS)
                 weights, top, decay, added = weights_of_tile(scores, factor, top)
                 total = gl.fma(total, gl.convert_layout(decay, gl.SliceLayout(1, added.type.layout))[:, None], added)
@@ -173,7 +127,8 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.cons
                 arrive(ring.empty.index(NUM_BUFFERS + before))
             total = gl.convert_layout(gl.sum(total, 1), LINES)
             acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, SUMS))[:, None]
-            wait_written(ring.full.index(NUM_BUFFERS + buffer), phase)
+            mbarrier.wait(ring.full.index(NUM_BUFFERS + buffer), phase)
+            clear_values(ring, buffer, item, NUM_BUFFERS, STATIC)
             acc = warpgroup_mma(narrow, ring.v_tiles.index(buffer), acc)
             arrive(ring.empty.index(NUM_BUFFERS + buffer))
             buffer, phase = next_buffer(buffer, phase, NUM_BUFFERS)
@@ -181,24 +136,21 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.cons
 
 
 @gluon.jit
-def _barriers(ROWS: gl.constexpr, NUM_BUFFERS: gl.constexpr, ARRIVALS: gl.constexpr):
-    """(`full`, `empty`) of the buffers; a buffer is full after so many arrivals."""
-    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], LAYOUT)
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], LAYOUT)
-    for buffer in gl.static_range(NUM_BUFFERS):
-        mbarrier.init(full.index(buffer), count=ARRIVALS)
-        mbarrier.init(empty.index(buffer), count=ROWS // GROUP_ROWS)
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers that open after so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for each in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(each), count=ARRIVALS)
     fence_async_shared()
     tl.debug_barrier()
-    return full, empty
+    return barriers
 
 
 # More than 16 run-time arguments: the same as `_attention_kernel` has.
-@gluon.jit(do_not_specialize=d.RUN_TIME_SIZES)
+@gluon.jit(do_not_specialize=[*d.RUN_TIME_SIZES, "num_items"])
 def _hopper_kernel(
     q_ptr,  # [B, N, H, D]
-    kv_ptr,  # [2, pages, PAGE, H_KV, D], with FP8 four codes a number
+    kv,  # [2, pages, PAGE, H_KV, D]: with FP8 a pointer to four codes a number, else a descriptor of `pool_descriptor`
     table_ptr,  # [B, table_stride] int32
     lengths_ptr,  # [B] int64
     q_lens_ptr,  # [B] int32 or None
@@ -208,7 +160,7 @@ def _hopper_kernel(
     v_scale_ptr,  # [H_KV] float32 or None, with FP8
     items_ptr,  # [capacity, 3] int32 of a tile schedule or None
     offsets_ptr,  # [B + 1] int32 of a tile schedule or None
-    num_items_ptr,  # [1] int32 of a tile schedule or None
+    num_items,  # [1] int32 of a tile schedule, else the number of work items, each KV head's counted
     out_ptr,  # [B, N, H, D], with SPLIT [partial results, N, H, D]
     lse_ptr,  # [B, N, H] float32 natural or None, with SPLIT [partial results, N, H] base 2
     num_nodes,
@@ -220,6 +172,7 @@ def _hopper_kernel(
     longest_split,
     max_splits,
     max_length,
+    window,  # or None; not of a tree
     table_stride,
     score_scale,  # of q . k, to base 2
     value_scale,
@@ -237,19 +190,17 @@ def _hopper_kernel(
     dtype: gl.constexpr = gl.float16 if STATIC.FP8 else q_ptr.dtype.element_ty
     k_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
     v_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
-    # Copies arrive once for each thread of the producer, converted tiles once.
-    full, empty = _barriers(
-        STATIC.BLOCK_M, NUM_BUFFERS if STATIC.FP8 else 2 * NUM_BUFFERS, 1 if STATIC.FP8 else 32 * WARPS
-    )
+    BARRIERS: gl.constexpr = NUM_BUFFERS if STATIC.FP8 else 2 * NUM_BUFFERS
+    full, empty = _barriers(BARRIERS, 1), _barriers(BARRIERS, GROUPS)
     if GROUPS == 1 or not STATIC.FP8:
         queries = gl.allocate_shared_memory(dtype, [GROUPS, GROUP_ROWS, D], SHARED)
         ring = Ring(k_tiles, v_tiles, queries, full, empty)
     else:
         ring = Ring(k_tiles, v_tiles, None, full, empty)
-    splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, None)
+    splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
     call = d.Call(
-        q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, None, None, sinks_ptr, k_scale_ptr, v_scale_ptr,
-        items_ptr, offsets_ptr, num_items_ptr, out_ptr, lse_ptr, None, None, splits, num_pages=num_pages,
+        q_ptr, kv, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, None, None, sinks_ptr, k_scale_ptr, v_scale_ptr,
+        items_ptr, offsets_ptr, num_items, out_ptr, lse_ptr, None, None, splits, num_pages=num_pages,
         num_splits=num_splits, table_stride=table_stride, score_scale=score_scale, value_scale=value_scale,
         soft_cap=None,
     )  # fmt: skip
@@ -258,9 +209,9 @@ def _hopper_kernel(
             [
                 (_attend_halves, (0, call, ring, NUM_BUFFERS, STATIC)),
                 (_attend_halves, (1, call, ring, NUM_BUFFERS, STATIC)),
-                (_copy_tiles, (call, ring, NUM_BUFFERS, STATIC)),
+                (copy_tiles, (call, ring, NUM_BUFFERS, STATIC)),
             ],
-            [WARPS, WARPS],
+            [WARPS, 1],
             [COMPUTING, COPYING],
         )
     elif GROUPS == 1:
@@ -286,15 +237,21 @@ def launch_warp_specialized(call: AttentionCall, out: Tensor, lse: Tensor | None
     q, kv, metadata, scales, work, config, tile_schedule = call
     _, num_pages, _, kv_heads, _ = kv.shape
     fp8 = kv.dtype == torch.float8_e4m3fn
+    settings = dict(_SETTINGS[kv.dtype.itemsize, work.block_m, q.shape[3]])
+    keys = settings.pop("keys")
+    items, offsets, num_items = schedule_tensors(call)
+    count = work.programs(kv_heads, False, 0)
+    resident = min(config.resident_programs, _AT_ONCE[work.block_m] * num_processors(q))
     launch(
         _hopper_kernel,
-        (work.programs(kv_heads, tile_schedule is not None, config.resident_programs),),
-        *(q, kv.view(torch.int32) if fp8 else kv, metadata.page_table, metadata.lengths, metadata.q_lens),
-        *(metadata.mask, *scales.of_heads, *schedule_tensors(call)),
-        *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.sizes[:-1], metadata.page_table.stride(0)),
+        (min(count, resident),),
+        *(q, kv.view(torch.int32) if fp8 else pool_descriptor(kv), metadata.page_table),
+        *(metadata.lengths, metadata.q_lens, metadata.mask, *scales.of_heads),
+        *(items, offsets, count if num_items is None else num_items),
+        *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.sizes, metadata.page_table.stride(0)),
         *score_factors(call)[:2],
         num_warps=WARPS.value,
-        STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=_KEYS[kv.dtype.itemsize]),
+        STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=keys),
         launch_pdl=True,
-        **_SETTINGS[kv.dtype.itemsize, work.block_m],
+        **settings,
     )

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec_kernels.attention import device, paged_attention, paged_attention_with_lse
-from specdec_kernels.attention.cases_inputs import changed
-from specdec_kernels.launch import launch
+from specdec_kernels.attention.cases_inputs import attention_inputs, changed
+from specdec_kernels.cases import Maker
+from specdec_kernels.launch import launch, record_launches
 from specdec_kernels.tree import build_chain
 from tests.kernels.attention_truth import DEVICE, agree, dense, inputs
 
@@ -140,3 +141,41 @@ def test_queries_are_brought_into_the_range_of_float16() -> None:
     scaled = (largest * shrink).tolist()
     assert all(2.0**7 <= each < 2.0**8 for each in [*scaled[:2], scaled[2], *scaled[6:]]), scaled
     assert scaled[3] == 2.0**6 and scaled[4] < 2.0**6 and scaled[5] == 0.0
+
+
+def is_specialised(arguments: dict[str, Any]) -> bool:
+    """Whether `kernel_hopper` computes the call on sm90."""
+    with record_launches("sm90") as launches:
+        paged_attention(**arguments, impl="triton")
+    return "NUM_BUFFERS" in launches[0].constexprs
+
+
+@pytest.mark.parametrize(
+    "specialised, mode, options",
+    [
+        (True, "chain", {}),
+        (True, "chain", dict(page_size=48, window=100, sinks=True)),
+        (True, "tree", dict(split_tokens=256)),
+        (True, "tree", dict(page_size=8, fp8=True)),
+        (False, "chain", dict(page_size=8)),
+        (False, "chain", dict(page_size=24)),
+        (False, "chain", dict(split_tokens=192)),
+        (False, "tree", dict(window=100)),
+        (False, "block", dict(soft_cap=30.0)),
+        (False, "block", dict(head_dim=96)),
+    ],
+)
+def test_specialised_warps_take_calls_whose_copies_are_whole(
+    specialised: bool, mode: str, options: dict[str, Any]
+) -> None:
+    """16 keys of one page: a page, and the first key of a split, is a multiple of 16."""
+    options = dict(heads=(8, 2), head_dim=128) | options
+    arguments = attention_inputs(Maker.seeded("cpu", torch.bfloat16), mode, 32, (1000,), **options)
+    assert is_specialised(arguments) == specialised
+
+
+def test_specialised_warps_take_no_pool_that_is_not_aligned() -> None:
+    arguments = attention_inputs(Maker.seeded("cpu", torch.bfloat16), "chain", 32, (9,), heads=(8, 2), head_dim=128)
+    kv = arguments["kv"]
+    arguments["kv"] = torch.cat([kv.new_zeros(1), kv.flatten()])[1:].view(kv.shape)
+    assert not is_specialised(arguments)
