@@ -51,14 +51,6 @@ class Terms(NamedTuple):
     scale: Any
 
 
-class Uniforms(NamedTuple):
-    """The source of each request's uniforms: the generator, or given ones."""
-
-    seeds: Any  # [B] int64, or None
-    positions: Any  # [B, N] int64, or None
-    uniforms: Any  # [B, N + 1] float64, or None
-
-
 @triton.jit
 def entry(values, lane, index):
     """values[b, index[b]] of int32 values [B, N] with lanes [1, N]: one instruction of a warp, unlike a dependent

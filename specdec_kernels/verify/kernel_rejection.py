@@ -21,11 +21,12 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.sampling import device as d
+from specdec_kernels.sampling.device import Uniforms
 from specdec_kernels.sampling.kernel import select
 from specdec_kernels.sampling.types import BONUS_STREAM, RECOVER_STREAM
 from specdec_kernels.verify import device as v
 from specdec_kernels.verify.configs import ACCEPTANCE
-from specdec_kernels.verify.device import Distributions, Rows, Uniforms
+from specdec_kernels.verify.device import Distributions, Rows
 from specdec_kernels.verify.kernel_tree import judge_tree
 from specdec_kernels.verify.types import TREE_RULES, Accepted, Verification
 

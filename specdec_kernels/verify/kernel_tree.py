@@ -24,9 +24,10 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, lanes, launch, num_processors
 from specdec_kernels.sampling import device as d
+from specdec_kernels.sampling.device import Uniforms
 from specdec_kernels.verify import device as v
 from specdec_kernels.verify.configs import ACCEPTANCE
-from specdec_kernels.verify.device import Distributions, Rows, Terms, Uniforms
+from specdec_kernels.verify.device import Distributions, Rows, Terms
 from specdec_kernels.verify.types import BOTTOM_UP_RULES, Verification
 
 _CLASSES = tl.constexpr(v.CLASSES)
