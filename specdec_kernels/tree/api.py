@@ -151,14 +151,12 @@ def sample_children(
         replacement: whether siblings may carry one token.
         uniforms: [B, N] float64 in [0, 1), one per node, replaces the generator.
     """
-    call = ChildSampling(
-        tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms, replacement
-    )  # fmt: skip
+    call = ChildSampling(tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms)
     expect_fields(call)
     expect_at_least_one(**{"V of probs": probs.shape[2], "C of top_tokens": top_tokens.shape[2]})
     if uniforms is None and (seeds is None or positions is None):
         raise ValueError("sample_children: expected seeds and positions, or uniforms; got neither")
-    dispatch("sample_children", __package__, impl, probs, kernel="kernel_sample")(call)
+    dispatch("sample_children", __package__, impl, probs, kernel="kernel_sample")(call, replacement)
 
 
 def expand_tree(

@@ -87,8 +87,8 @@ def draft_topk(logits: Tensor, k: int) -> DraftTopk:
     return DraftTopk(probs.float(), tokens.contiguous())
 
 
-def sample_children(call: ChildSampling) -> None:
-    tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms, replacement = call
+def sample_children(call: ChildSampling, replacement: bool) -> None:
+    tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms = call
     (batch, num_nodes), (parents, count) = tokens.shape, children.shape
     if not batch * parents:
         return

@@ -22,7 +22,7 @@ _CLASSES = tl.constexpr(CLASSES)
 class Rows(NamedTuple):
     """The rows of the target and of the draft in memory."""
 
-    values: Any  # [B * N, VOCAB] of the target, row stride row_stride
+    target: Any  # [B * N, VOCAB], row stride row_stride; not `values`, which is an attribute of every tuple in Triton
     terms: Any  # [4, B * N] float32, see `sampling.kernel.Selected.distribution`
     argmax: Any  # [B * N] int64
     valid: Any  # [B * N] bool
@@ -79,7 +79,7 @@ def target_terms(source, temperature, row, asks):
 @triton.jit
 def target_prob(source, terms, row, column, live, PROBS: tl.constexpr):
     """p of `column` in `row`, which has these `terms`; 0 where not `live`. All broadcast against each other."""
-    value = d.load_values(source.of.values, row, column, source.row_stride, live)
+    value = d.load_values(source.of.target, row, column, source.row_stride, live)
     return tl.where(value >= terms.floor, d.weigh(value, terms.top, terms.scale, PROBS) / terms.total, 0.0)
 
 

@@ -299,7 +299,7 @@ def _finish_kernel(
         of_path = request.to(tl.int64)[:, None] * NODES + path
         on_path = in_out & (column <= count[:, None])
         normaliser = tl.load(of.terms + 3 * batch * NODES + of_path, mask=on_path, other=0.0)
-        value = d.log_value(of.values, of_path, emitted, row_stride, on_path, PROBS)
+        value = d.log_value(of.target, of_path, emitted, row_stride, on_path, PROBS)
         logprob = tl.where(usable[:, None] | (column < count[:, None]), value - normaliser, float("-inf"))
         out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
         tl.store(accepted.logprobs + out, tl.where(on_path, logprob, 0.0), mask=in_out)

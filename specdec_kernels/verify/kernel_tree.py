@@ -143,7 +143,7 @@ def _mass(source, node, rate, asks, word, SLOPE: tl.constexpr, STATIC: tl.conste
     lane = tl.arange(0, STATIC.BLOCK_V)[None, :]
     both = (asks & (rate >= 0))[:, None]
     terms = _node_terms(source, node, asks & (rate >= 0))
-    mass = tl.zeros((rate.shape[0], STATIC.BLOCK_V), tl.int64)
+    mass = tl.full([rate.shape[0], STATIC.BLOCK_V], 0, tl.int64)
     slope = mass
     for start in tl.range(
         tl.program_id(0) * STATIC.BLOCK_V, STATIC.VOCAB, source.splits * STATIC.BLOCK_V, num_stages=STATIC.STAGES
@@ -466,10 +466,10 @@ def _top_down_kernel(
     tree = _load_tree(source, origin, at, tokens_ptr, links, STATIC)
     end = at.request * 0
     depth = end
-    path = tl.where(at.column == 0, 0, -1) + tl.zeros((STATIC.BLOCK_B, STATIC.BLOCK_D), tl.int32)
-    missed = tl.zeros((STATIC.BLOCK_B, STATIC.BLOCK_N), tl.int32)
-    zero = tl.zeros((STATIC.BLOCK_B,), tl.float64)
-    one = tl.full((STATIC.BLOCK_B,), 1.0, tl.float64)
+    path = tl.where(at.column == 0, 0, -1) + end[:, None]
+    missed = at.lane * 0 + end[:, None]
+    zero = end.to(tl.float64)
+    one = zero + 1.0
     state = _State(one, zero, one, zero, zero)
     k_seq_rate = zero
     candidate = _first_child(tree, at.lane, end, depth, DEPTH)
@@ -540,10 +540,10 @@ def _bottom_up_kernel(  # arguments as of `_top_down_kernel`
     tree = _load_tree(source, origin, at, tokens_ptr, links, STATIC)
     end = at.request * 0
     depth = end
-    path = tl.where(at.column == 0, 0, -1) + tl.zeros((STATIC.BLOCK_B, STATIC.BLOCK_D), tl.int32)
-    missed = tl.zeros((STATIC.BLOCK_B, STATIC.BLOCK_N), tl.int32)
-    zero = tl.zeros((STATIC.BLOCK_B,), tl.float64)
-    one = tl.full((STATIC.BLOCK_B,), 1.0, tl.float64)
+    path = tl.where(at.column == 0, 0, -1) + end[:, None]
+    missed = at.lane * 0 + end[:, None]
+    zero = end.to(tl.float64)
+    one = zero + 1.0
     state = _State(one, zero, one, zero, zero)
     some = tree.uniforms  # every saved entry is written before it is read
     saved = _State(some, some, some, some, some)
@@ -602,7 +602,7 @@ def judge_tree(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Fill `judged` [B, N] (1 / c at the last node) and `state` [2, B]; returns the path [B, D + 1] int32, and under
     `greedy_paths` the factors [B, N, CLASSES]."""
-    rule, max_depth, values = call.rule, call.max_depth, of.values
+    rule, max_depth, values = call.rule, call.max_depth, of.target
     (batch, num_nodes), vocab, device = call.tokens.shape, values.shape[-1], values.device
     config = ACCEPTANCE[current_chip(values)]
     block_v = min(max(triton.next_power_of_2(vocab), d.MIN_SCAN), config.pass_width)
