@@ -47,24 +47,20 @@ def static_of(state: DeltaState, **solved: Any) -> Static:
 
 
 @triton.jit
-def matrices(of_row, query, real, sees, log, beta, STATIC: tl.constexpr):
+def matrices(of_row, query, real, sees, log, beta, S: tl.constexpr):
     """M and T [SIZE, SIZE], from pointers to `mixed` of the rows [SIZE, 1], the channel of the head's first query,
     whether a row is `real` [SIZE] and `sees` [SIZE, SIZE], log decays and shares [SIZE]."""
-    SIZE: tl.constexpr = STATIC.SIZE
-    PART: tl.constexpr = STATIC.PART
-    DK: tl.constexpr = STATIC.DK
-    KEYS: tl.constexpr = STATIC.H * DK  # channel of the first key
-    PRECISION: tl.constexpr = STATIC.PRECISION
-    i, part = tl.arange(0, SIZE), tl.arange(0, PART)
-    queried = tl.zeros((SIZE, SIZE), tl.float32)
-    alike = tl.zeros((SIZE, SIZE), tl.float32)
-    for first in tl.range(0, DK, PART):
+    KEYS: tl.constexpr = S.H * S.DK  # channel of the first key
+    i, part = tl.arange(0, S.SIZE), tl.arange(0, S.PART)
+    queried = tl.full([S.SIZE, S.SIZE], 0.0, tl.float32)
+    alike = tl.full([S.SIZE, S.SIZE], 0.0, tl.float32)
+    for first in tl.range(0, S.DK, S.PART):
         key = first + part
-        inside = real[:, None] & (key < DK)[None, :]
+        inside = real[:, None] & (key < S.DK)[None, :]
         k = tl.load(of_row + (KEYS + query + key)[None, :], mask=inside, other=0.0)
         q = tl.load(of_row + (query + key)[None, :], mask=inside, other=0.0)
-        alike += tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        queried += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        alike += tl.dot(k, tl.trans(k), input_precision=S.PRECISION)
+        queried += tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
     logs = tl.where(sees, log[None, :], 0.0)
     # The sum of what i sees and j does not: G_i - G_j would lose its digits behind a decay of almost zero. Zeros and
     # ones are exact in half precision, and logarithms are the sum of two halves.
@@ -73,7 +69,7 @@ def matrices(of_row, query, real, sees, log, beta, STATIC: tl.constexpr):
     gaps = tl.dot((logs - high.to(tl.float32)).to(tl.float16), hidden, tl.dot(high, hidden))
     shares = tl.where(sees, tl.exp(gaps), 0.0)
     a = tl.where(i[:, None] > i[None, :], beta[:, None] * shares * alike, 0.0)
-    return shares * queried, _inverse(a, SIZE, PRECISION)
+    return shares * queried, _inverse(a, S.SIZE, S.PRECISION)
 
 
 @triton.jit

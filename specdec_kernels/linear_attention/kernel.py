@@ -64,42 +64,37 @@ def _inputs_kernel(
     TAPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STATIC: tl.constexpr,  # Static
+    S: tl.constexpr,  # Static
 ):
-    H: tl.constexpr = STATIC.H
-    HV: tl.constexpr = STATIC.HV
-    DK: tl.constexpr = STATIC.DK
-    DV: tl.constexpr = STATIC.DV
-    C: tl.constexpr = STATIC.C
     head = tl.program_id(1)  # queries, keys, values
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < rows
-    is_value = head >= 2 * H
+    is_value = head >= 2 * S.H
     lane = tl.arange(0, BLOCK)
-    width = tl.where(is_value, DV, DK)
-    first = tl.where(is_value, 2 * H * DK + (head - 2 * H) * DV, head * DK)
-    channel = tl.where(lane < width, first + lane, C)
+    width = tl.where(is_value, S.DV, S.DK)
+    first = tl.where(is_value, 2 * S.H * S.DK + (head - 2 * S.H) * S.DV, head * S.DK)
+    channel = tl.where(lane < width, first + lane, S.C)
     inside = real[:, None] & (lane < width)[None, :]
     slot = tl.load(links.slots + row, mask=real, other=-1)
     own = tl.load(qkv_ptr + row[:, None] * qkv_stride + channel[None, :], mask=inside, other=0.0)
-    at = row[:, None] * C + channel[None, :]
+    at = row[:, None] * S.C + channel[None, :]
     tl.store(out.raw + at, own, mask=inside)
     here = tl.where(real, row, -1)
     total = _convolution(
-        qkv_ptr, weights.conv, kept_ptr, links, here, slot, channel, inside, own, qkv_stride, TAPS, C
+        qkv_ptr, weights.conv, kept_ptr, links, here, slot, channel, inside, own, qkv_stride, TAPS, S.C
     )  # fmt: skip
     total = total.to(own.dtype).to(tl.float32)
     active = (total * tl.sigmoid(total)).to(own.dtype).to(tl.float32)
     norm = 1.0 / tl.sqrt_rn(tl.sum(active * active, 1) + _EPS)
-    factor = tl.where(is_value, 1.0, norm) * tl.where(head < H, scale, 1.0)
+    factor = tl.where(is_value, 1.0, norm) * tl.where(head < S.H, scale, 1.0)
     tl.store(out.mixed + at, active * factor[:, None], mask=inside)
     if is_value:
-        value = head - 2 * H
+        value = head - 2 * S.H
         a = tl.load(a_ptr + row * a_stride + value, mask=real, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + row * b_stride + value, mask=real, other=0.0).to(tl.float32)
         step = _softplus(a + tl.load(weights.dt_bias + value))
-        tl.store(out.decay + row * HV + value, tl.exp(-tl.exp(tl.load(weights.a_log + value)) * step), mask=real)
-        tl.store(out.beta + row * HV + value, tl.sigmoid(b), mask=real)
+        tl.store(out.decay + row * S.HV + value, tl.exp(-tl.exp(tl.load(weights.a_log + value)) * step), mask=real)
+        tl.store(out.beta + row * S.HV + value, tl.sigmoid(b), mask=real)
 
 
 @triton.jit
@@ -122,15 +117,10 @@ def _rule_kernel(
     slots,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    STATIC: tl.constexpr,  # Static
+    S: tl.constexpr,  # Static
 ):
-    H: tl.constexpr = STATIC.H
-    HV: tl.constexpr = STATIC.HV
-    DK: tl.constexpr = STATIC.DK
-    DV: tl.constexpr = STATIC.DV
-    C: tl.constexpr = STATIC.C
     path, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    tiles = tl.cdiv(DV, BLOCK_V)
+    tiles = tl.cdiv(S.DV, BLOCK_V)
     head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     count = tl.load(paths.counts + path)
     start = tl.load(paths.starts + path)
@@ -142,23 +132,25 @@ def _rule_kernel(
     first = tl.load(paths.first + path).to(tl.int64)
     key = tl.arange(0, BLOCK_K)
     value = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_tile = (key < DK)[:, None] & (value < DV)[None, :]
-    place = key[:, None] * DV + value[None, :]
-    of_layer = ssm_ptr + layer * slots * (HV * DK * DV) + head * (DK * DV) + place
-    state = tl.load(of_layer + start * (HV * DK * DV), mask=in_tile & (start >= 0), other=0.0)
-    query = head // (HV // H) * DK + key
+    in_tile = (key < S.DK)[:, None] & (value < S.DV)[None, :]
+    place = key[:, None] * S.DV + value[None, :]
+    of_layer = ssm_ptr + layer * slots * (S.HV * S.DK * S.DV) + head * (S.DK * S.DV) + place
+    state = tl.load(of_layer + start * (S.HV * S.DK * S.DV), mask=in_tile & (start >= 0), other=0.0)
+    query = head // (S.HV // S.H) * S.DK + key
     for i in tl.range(0, count):
         row = tl.load(paths.order + first + i).to(tl.int64)
         at = layer * rows + row
-        q = tl.load(inputs.mixed + at * C + query, mask=key < DK, other=0.0)
-        k = tl.load(inputs.mixed + at * C + H * DK + query, mask=key < DK, other=0.0)
-        v = tl.load(inputs.mixed + at * C + 2 * H * DK + head * DV + value, mask=value < DV, other=0.0)
-        decay, beta = tl.load(inputs.decay + at * HV + head), tl.load(inputs.beta + at * HV + head)
+        q = tl.load(inputs.mixed + at * S.C + query, mask=key < S.DK, other=0.0)
+        k = tl.load(inputs.mixed + at * S.C + S.H * S.DK + query, mask=key < S.DK, other=0.0)
+        v = tl.load(inputs.mixed + at * S.C + 2 * S.H * S.DK + head * S.DV + value, mask=value < S.DV, other=0.0)
+        decay, beta = tl.load(inputs.decay + at * S.HV + head), tl.load(inputs.beta + at * S.HV + head)
         state, o = delta_step(state, q, k, v, decay, beta)
         if out_ptr is not None:
             mine = tl.load(paths.owners + row) == path
-            tl.store(out_ptr + (row * HV + head) * DV + value, o.to(out_ptr.dtype.element_ty), mask=(value < DV) & mine)
-    tl.store(of_layer + end * (HV * DK * DV), state, mask=in_tile & (end >= 0))
+            tl.store(
+                out_ptr + (row * S.HV + head) * S.DV + value, o.to(out_ptr.dtype.element_ty), mask=(value < S.DV) & mine
+            )
+    tl.store(of_layer + end * (S.HV * S.DK * S.DV), state, mask=in_tile & (end >= 0))
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
@@ -228,7 +220,7 @@ def delta_rule_inputs(
         (triton.cdiv(rows, block), 2 * groups + heads),
         *(qkv, b, a, weights, state.conv, links, out, rows, qkv.stride(0), b.stride(0), a.stride(0), dk**-0.5),
         num_warps=1,
-        STATIC=static_of(state),
+        S=static_of(state),
         TAPS=weights.conv.shape[1],
         ROWS=block,
         BLOCK=lanes(max(dk, dv)),
@@ -275,7 +267,7 @@ def _follow(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | 
         (len(paths.first), heads * triton.cdiv(dv, values), layers),
         *(inputs, state.ssm, paths, out, rows, slots),
         num_warps=1,
-        STATIC=static_of(state),
+        S=static_of(state),
         BLOCK_K=lanes(dk),
         BLOCK_V=values,
     )

@@ -31,49 +31,41 @@ def _tree_kernel(
     out_ptr,  # [B * nodes, HV, DV]
     nodes,
     BLOCK_V: tl.constexpr,
-    STATIC: tl.constexpr,  # Static
+    S: tl.constexpr,  # Static
 ):
-    H: tl.constexpr = STATIC.H
-    HV: tl.constexpr = STATIC.HV
-    DK: tl.constexpr = STATIC.DK
-    DV: tl.constexpr = STATIC.DV
-    C: tl.constexpr = STATIC.C
-    SIZE: tl.constexpr = STATIC.SIZE
-    PART: tl.constexpr = STATIC.PART
-    PRECISION: tl.constexpr = STATIC.PRECISION
-    tiles = tl.cdiv(DV, BLOCK_V)
+    tiles = tl.cdiv(S.DV, BLOCK_V)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     request = tl.program_id(1).to(tl.int64)
-    i, part = tl.arange(0, SIZE), tl.arange(0, PART)
+    i, part = tl.arange(0, S.SIZE), tl.arange(0, S.PART)
     real, row = i < nodes, request * nodes + i
     word = tl.load(trees.mask + row, mask=real, other=0)
     bit = (word[:, None] >> i[None, :].to(tl.int64)) & 1
     sees = ((bit != 0) & (i[:, None] > i[None, :])) | (i[:, None] == i[None, :])
-    log = log_decay(tl.load(inputs.decay + row * HV + head, mask=real, other=1.0))
-    beta = tl.load(inputs.beta + row * HV + head, mask=real, other=0.0)
-    of_row = inputs.mixed + row[:, None] * C
-    query = head // (HV // H) * DK
-    seen, inverse = matrices(of_row, query, real, sees, log, beta, STATIC)
+    log = log_decay(tl.load(inputs.decay + row * S.HV + head, mask=real, other=1.0))
+    beta = tl.load(inputs.beta + row * S.HV + head, mask=real, other=0.0)
+    of_row = inputs.mixed + row[:, None] * S.C
+    query = head // (S.HV // S.H) * S.DK
+    seen, inverse = matrices(of_row, query, real, sees, log, beta, S)
     slot = tl.load(trees.slots + request)
     value = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_tile = (value < DV)[None, :]
-    of_head = ssm_ptr + (slot * HV + head) * (DK * DV) + value[None, :]
-    known = tl.zeros((SIZE, BLOCK_V), tl.float32)
-    o = tl.zeros((SIZE, BLOCK_V), tl.float32)
-    for first in tl.range(0, DK, PART):
+    in_tile = (value < S.DV)[None, :]
+    of_head = ssm_ptr + (slot * S.HV + head) * (S.DK * S.DV) + value[None, :]
+    known = tl.full([S.SIZE, BLOCK_V], 0.0, tl.float32)
+    o = tl.full([S.SIZE, BLOCK_V], 0.0, tl.float32)
+    for first in tl.range(0, S.DK, S.PART):
         key = first + part
-        state = tl.load(of_head + key[:, None] * DV, mask=(key < DK)[:, None] & in_tile & (slot >= 0), other=0.0)
-        inside = real[:, None] & (key < DK)[None, :]
-        k = tl.load(of_row + (H * DK + query + key)[None, :], mask=inside, other=0.0)
-        known += tl.dot(k, state, input_precision=PRECISION)
+        state = tl.load(of_head + key[:, None] * S.DV, mask=(key < S.DK)[:, None] & in_tile & (slot >= 0), other=0.0)
+        inside = real[:, None] & (key < S.DK)[None, :]
+        k = tl.load(of_row + (S.H * S.DK + query + key)[None, :], mask=inside, other=0.0)
+        known += tl.dot(k, state, input_precision=S.PRECISION)
         q = tl.load(of_row + (query + key)[None, :], mask=inside, other=0.0)
-        o += tl.dot(q, state, input_precision=PRECISION)
+        o += tl.dot(q, state, input_precision=S.PRECISION)
     inside = real[:, None] & in_tile
-    v = tl.load(of_row + (2 * H * DK + head * DV + value)[None, :], mask=inside, other=0.0)
+    v = tl.load(of_row + (2 * S.H * S.DK + head * S.DV + value)[None, :], mask=inside, other=0.0)
     left = tl.exp(tl.sum(tl.where(sees, log[None, :], 0.0), 1))[:, None]
-    written = tl.dot(inverse, beta[:, None] * (v - left * known), input_precision=PRECISION)
-    o = left * o + tl.dot(seen, written, input_precision=PRECISION)
-    of_value = out_ptr + (row * HV + head)[:, None] * DV + value[None, :]
+    written = tl.dot(inverse, beta[:, None] * (v - left * known), input_precision=S.PRECISION)
+    o = left * o + tl.dot(seen, written, input_precision=S.PRECISION)
+    of_value = out_ptr + (row * S.HV + head)[:, None] * S.DV + value[None, :]
     tl.store(of_value, o.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -93,7 +85,7 @@ def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState) -> Ten
         *(inputs, state.ssm, trees, out, nodes),
         num_warps=config.chunk_warps,
         BLOCK_V=block,
-        STATIC=static_of(
+        S=static_of(
             state,
             SIZE=size,
             PART=max(LEAST_LANES, config.tree_part // size),
