@@ -18,15 +18,6 @@ from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.verify.device import entry, wide_entry
 
 
-class Given(NamedTuple):
-    """Random numbers and distributions of a sampled traversal."""
-
-    uniforms: Any  # [B, NODES] float32
-    final_uniforms: Any  # [B] float32
-    target: Any  # [B, NODES, VOCAB] float32
-    draft: Any  # [B, NODES, VOCAB] float32
-
-
 class End(NamedTuple):
     """Where each path ends, and what its last row has in every tile of the vocabulary."""
 
@@ -108,7 +99,7 @@ def _verify_greedy_kernel(
 def _sample_walk_kernel(
     outcome,  # Outcome, written
     tree,  # Tree
-    given,  # Given, whose draft probabilities are changed
+    given,  # Sampling, whose draft probabilities are changed
     end,  # End, whose nodes are written
     batch,
     flat_nodes,
@@ -135,13 +126,13 @@ def _sample_walk_kernel(
         token = tl.load(tree.candidates + request * NODES + child, mask=active, other=-1).to(tl.int64)
         known = active & (token >= 0) & (token < VOCAB)
         place = (request * NODES + node) * VOCAB + tl.where(known, token, 0)
-        probability = tl.load(given.target + place, mask=known, other=0.0)
+        probability = tl.load(given.target_probs + place, mask=known, other=0.0)
         probability = tl.where(probability > 0, probability, 0.0)
-        before = tl.load(given.draft + place, mask=known, other=0.0)
+        before = tl.load(given.draft_probs + place, mask=known, other=0.0)
         added = tl.where(before > 0, 0.0, probability)
         mass += added
         hit = known & ((uniform < tl.div_rn(mass, mass * 0 + threshold_acc)) | (added >= threshold_single))
-        tl.store(given.draft + place, probability, mask=known & (hit == 0) & ((before > 0) == 0))
+        tl.store(given.draft_probs + place, probability, mask=known & (hit == 0) & ((before > 0) == 0))
         # A duplicate sibling reads this entry again, and a lane may be held by more than one thread.
         tl.debug_barrier()
         inside = hit & (last >= 0) & (last < flat_nodes)
@@ -167,16 +158,16 @@ def _sample_walk_kernel(
 def _residual(given, row, token, full, VOCAB: tl.constexpr):
     """Target and what is left of it without the rejected tokens (all of it after a full path)."""
     inside = token < VOCAB
-    target = tl.load(given.target + row * VOCAB + token, mask=inside, other=0.0)
+    target = tl.load(given.target_probs + row * VOCAB + token, mask=inside, other=0.0)
     target = tl.where(target > 0, target, 0.0)
-    rejected = tl.load(given.draft + row * VOCAB + token, mask=inside & (full == 0), other=0.0)
+    rejected = tl.load(given.draft_probs + row * VOCAB + token, mask=inside & (full == 0), other=0.0)
     rejected = tl.where(rejected > 0, rejected, 0.0)
     return target, tl.maximum(target - rejected, 0.0)
 
 
 @triton.jit
 def _residual_tiles_kernel(
-    given,  # Given
+    given,  # Sampling
     end,  # End, whose tiles are written
     accept_num_ptr,  # [B] int
     NODES: tl.constexpr,
@@ -209,7 +200,7 @@ def _first_beyond(running, weight, goal, index, END: tl.constexpr):
 @triton.jit(do_not_specialize=["flat_nodes"])
 def _final_token_kernel(
     outcome,  # Outcome, whose last predictions are written
-    given,  # Given
+    given,  # Sampling
     end,  # End
     flat_nodes,
     NODES: tl.constexpr,
@@ -254,8 +245,10 @@ def verify_tree_greedy(outcome: Outcome, tree: Tree, target_predict: torch.Tenso
     )  # fmt: skip
 
 
-def tree_speculative_sampling_target_only(outcome: Outcome, tree: Tree, call: Sampling) -> None:
-    uniforms, (batch, nodes, vocab) = call.uniforms, call.target_probs.shape
+def tree_speculative_sampling_target_only(
+    outcome: Outcome, tree: Tree, given: Sampling, threshold_single: float, threshold_acc: float
+) -> None:
+    uniforms, (batch, nodes, vocab) = given.uniforms, given.target_probs.shape
     config, room = CONFIGS[current_chip(uniforms)], outcome.predicts.shape[0]
     block, block_v = lanes(batch, config.walk_requests), lanes(vocab, config.max_tile)
     tiles = triton.cdiv(vocab, block_v)
@@ -264,10 +257,10 @@ def tree_speculative_sampling_target_only(outcome: Outcome, tree: Tree, call: Sa
         uniforms.new_empty(batch, tiles), uniforms.new_empty(batch, tiles),
         uniforms.new_empty(batch, tiles, dtype=torch.int32),
     )  # fmt: skip
-    given, sizes = Given(*call[:4]), dict(NODES=nodes, PATH=outcome.accept_index.shape[1], VOCAB=vocab)
+    sizes = dict(NODES=nodes, PATH=outcome.accept_index.shape[1], VOCAB=vocab)
     launch(
         _sample_walk_kernel, (triton.cdiv(batch, block),), outcome, tree, given, end, batch, room,
-        float(call.threshold_single), float(call.threshold_acc), num_warps=1, BLOCK=block, **sizes,
+        float(threshold_single), float(threshold_acc), num_warps=1, BLOCK=block, **sizes,
     )  # fmt: skip
     sizes |= dict(TILES=tiles, BLOCK_V=block_v, num_warps=config.num_warps)
     launch(_residual_tiles_kernel, (batch, tiles), given, end, outcome.accept_token_num, **sizes)
