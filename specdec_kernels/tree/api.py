@@ -231,17 +231,13 @@ def rerank_tree(
         last_tokens: [B] int64, token of each root: the last committed one.
         num_nodes: N, nodes with the root, 1 to 256.
     """
-    shape = path_scores.shape
-    expect_tensors(
-        path_scores=(path_scores, (None, None), torch.float32),
-        tokens=(tokens, shape, torch.int64),
-        parents=(parents, shape, torch.int32),
-        last_tokens=(last_tokens, shape[:1], torch.int64),
-    )
-    expect_between("M of path_scores", shape[1], 1, MAX_CANDIDATES)
+    candidates = Candidates(path_scores, tokens, parents)
+    expect_fields(candidates, others=dict(last_tokens=last_tokens))
+    expect_tensors(last_tokens=(last_tokens, path_scores.shape[:1], torch.int64))
+    expect_between("M of path_scores", path_scores.shape[1], 1, MAX_CANDIDATES)
     expect_nodes("num_nodes", num_nodes)
     rerank = dispatch("rerank_tree", __package__, impl, path_scores, kernel="kernel_selection")
-    return rerank(path_scores, tokens, parents, last_tokens, num_nodes)
+    return rerank(candidates, last_tokens, num_nodes)
 
 
 def best_first_tree(

@@ -227,14 +227,12 @@ def expand_tree(call: Expansion) -> Frontier | None:
     return following
 
 
-def rerank_tree(
-    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int
-) -> Selection:
-    batch, candidates = path_scores.shape
+def rerank_tree(call: Candidates, last_tokens: torch.Tensor, num_nodes: int) -> Selection:
+    batch, candidates = call.path_scores.shape
     selection = empty_selection(last_tokens, num_nodes)
     block_m = _lanes(candidates)
     launch(
-        _rerank_kernel, (batch,), Candidates(path_scores, tokens, parents), last_tokens, selection,
+        _rerank_kernel, (batch,), call, last_tokens, selection,
         CANDIDATES=candidates, NODES=num_nodes, BLOCK_M=block_m, BLOCK_N=_lanes(num_nodes),
         num_warps=_warps(block_m),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from specdec_kernels.sampling.types import DRAFT_STREAM
 from specdec_kernels.tree.types import (
     UNUSED_PARENT,
     WORD_BITS,
+    Candidates,
     ChildSampling,
     DraftTopk,
     Expansion,
@@ -146,7 +147,8 @@ def expand_tree(call: Expansion) -> Frontier | None:
     return Frontier(best.contiguous(), (first + index).int(), ids.flatten(1).gather(1, index), parent, mask)
 
 
-def rerank_tree(path_scores: Tensor, tokens: Tensor, parents: Tensor, last_tokens: Tensor, num_nodes: int) -> Selection:
+def rerank_tree(candidates: Candidates, last_tokens: Tensor, num_nodes: int) -> Selection:
+    path_scores, tokens, parents = candidates
     batch, num_candidates = path_scores.shape
     candidate = torch.arange(num_candidates, device=path_scores.device)
     score = torch.where(path_scores.isnan(), -torch.inf, path_scores)
