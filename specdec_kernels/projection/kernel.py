@@ -55,7 +55,7 @@ def partial_sum(of, k_first, k_end, TILE: tl.constexpr):
     weight_ptr = weight_at(of, k_first, lane)
     x_ptr = x_at(of, k_first, lane)
     here = (of.row < of.rows)[None, :]
-    acc = tl.zeros([TILE.COLUMNS, TILE.ROWS], tl.float32)
+    acc = tl.full([TILE.COLUMNS, TILE.ROWS], 0.0, tl.float32)
     for first in tl.range(k_first, k_end, TILE.BLOCK_K):
         if TILE.EVEN_K:
             weight = tl.load(weight_ptr, eviction_policy="evict_first")

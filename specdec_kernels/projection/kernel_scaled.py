@@ -145,7 +145,7 @@ def scaled_sum(of, scales, k_first, k_end, TILE: tl.constexpr, SCALING: tl.const
     weight = weight_at(of, k_first, lane)
     x = x_at(of, k_first, lane)
     here = (of.row < of.rows)[None, :]
-    acc = tl.zeros([TILE.COLUMNS, TILE.ROWS], tl.float32)
+    acc = tl.full([TILE.COLUMNS, TILE.ROWS], 0.0, tl.float32)
     following = _scale_at(scales, 0 if SCALING.BY_ROW else k_first // _GROUP, TILE.COLUMNS, SCALING.HALVES)
     for first in tl.range(k_first, k_end, TILE.BLOCK_K):
         if TILE.EVEN_K:
