@@ -94,7 +94,8 @@ def launch(
 ) -> None:
     """Run `kernel` on `grid`, on the GPU that holds its tensors; an empty grid launches nothing.
 
-    Fusion is explicit because it changes bits and speed.
+    A named tuple of tensors is one argument, whose fields the kernel reads. It holds no number that varies from step to
+    step: Triton would compile a variant for each. Fusion is explicit because it changes bits and speed.
     """
     if min(grid) == 0:
         return
@@ -109,10 +110,19 @@ def launch(
 
 def _on_device_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
     """The GPU of the first tensor as the current one: Triton launches there, regardless of where the tensors are."""
-    tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
+    tensor = next((value for _, value in leaves(args) if isinstance(value, torch.Tensor)), None)
     if tensor is None or not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.get_device())
+
+
+def leaves(values: tuple[Any, ...], path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """What the arguments of a launch and the records among them hold, each with its path."""
+    for place, value in enumerate(values):
+        if isinstance(value, tuple):
+            yield from leaves(value, (*path, place))
+        else:
+            yield (*path, place), value
 
 
 @contextmanager

@@ -36,38 +36,20 @@ def _write_table(
 
 
 @triton.jit
-def _draft_figures(first_child_ptr, next_sibling_ptr, request, end, NODES: tl.constexpr, BLOCK_N: tl.constexpr):
+def _draft_figures(inputs, request, end, NODES: tl.constexpr, BLOCK_N: tl.constexpr):
     """Number of nodes linked after the root, and whether node `end` has no child. A linked node is the first child or
     the next sibling of one node."""
     node = tl.arange(0, BLOCK_N).to(tl.int64)
-    child = tl.load(first_child_ptr + request * NODES + node, mask=node < NODES, other=-1)
-    sibling = tl.load(next_sibling_ptr + request * NODES + node, mask=node < NODES, other=-1)
+    child = tl.load(inputs.first_child + request * NODES + node, mask=node < NODES, other=-1)
+    sibling = tl.load(inputs.next_sibling + request * NODES + node, mask=node < NODES, other=-1)
     drafted = tl.sum((child >= 0).to(tl.int32) + (sibling >= 0).to(tl.int32), 0)
     return drafted, tl.sum(((node == end) & (child < 0)).to(tl.int32), 0)
 
 
-# More than 16 run-time arguments: `CommitInputs` and `Committed`, in one launch.
 @triton.jit(do_not_specialize=["capacity"])
 def _commit_kernel(
-    draft_tokens_ptr,  # [B, NODES] int64
-    first_child_ptr,  # [B, NODES] int32
-    next_sibling_ptr,  # [B, NODES] int32
-    tokens_ptr,  # [B, PATH] int64
-    num_accepted_ptr,  # [B] int32
-    nodes_ptr,  # [B, PATH] int32
-    valid_ptr,  # [B] bool
-    logprobs_ptr,  # [B, PATH] float32 or None
-    active_ptr,  # [B] int32
-    lengths_ptr,  # [B] int64, read and written
-    last_tokens_ptr,  # [B] int64, written
-    history_ptr,  # [B, capacity] int64, written
-    start_ptr,  # [B] int64
-    counts_ptr,  # [B] int32
-    positions_ptr,  # [B, PATH] int64
-    path_ptr,  # [B, PATH] int32
-    path_tokens_ptr,  # [B, PATH] int64
-    next_tokens_ptr,  # [B, PATH] int64
-    table_ptr,  # [B, 2 * PATH + 4] int64
+    inputs,  # CommitInputs
+    out,  # Committed, written
     capacity,
     NODES: tl.constexpr,
     PATH: tl.constexpr,
@@ -78,32 +60,34 @@ def _commit_kernel(
     column = tl.arange(0, BLOCK).to(tl.int64)
     in_row = column < PATH
     own = request * PATH + column
-    accepted = tl.load(num_accepted_ptr + request)
-    active = tl.load(active_ptr + request)
-    length = tl.load(lengths_ptr + request)
+    accepted = tl.load(inputs.num_accepted + request)
+    active = tl.load(inputs.active + request)
+    length = tl.load(inputs.lengths + request)
     count = (accepted + 1) * active
-    token = tl.load(tokens_ptr + own, mask=in_row, other=-1)
-    node = tl.load(nodes_ptr + own, mask=in_row, other=-1)
+    token = tl.load(inputs.tokens + own, mask=in_row, other=-1)
+    node = tl.load(inputs.nodes + own, mask=in_row, other=-1)
     end = tl.maximum(tl.sum(tl.where(column == accepted, node, 0), 0), 0)
-    num_drafted, ran_out = _draft_figures(first_child_ptr, next_sibling_ptr, request, end, NODES, BLOCK_N)
+    num_drafted, ran_out = _draft_figures(inputs, request, end, NODES, BLOCK_N)
     on_path = in_row & (column < count)
     node = tl.where(on_path, node, -1)
-    drafted = tl.load(draft_tokens_ptr + request * NODES + tl.maximum(node, 0), mask=in_row, other=0)
+    drafted = tl.load(inputs.draft_tokens + request * NODES + tl.maximum(node, 0), mask=in_row, other=0)
 
-    tl.store(start_ptr + request, length)
-    tl.store(counts_ptr + request, count)
-    tl.store(positions_ptr + own, length + column, mask=in_row)
-    tl.store(path_ptr + own, node, mask=in_row)
-    tl.store(path_tokens_ptr + own, drafted, mask=in_row)
-    tl.store(next_tokens_ptr + own, tl.maximum(token, 0), mask=in_row)
-    valid = tl.load(valid_ptr + request)
-    _write_table(table_ptr, logprobs_ptr, request, column, in_row, token, accepted, valid, num_drafted, ran_out, PATH)
+    tl.store(out.start + request, length)
+    tl.store(out.counts + request, count)
+    tl.store(out.positions + own, length + column, mask=in_row)
+    tl.store(out.nodes + own, node, mask=in_row)
+    tl.store(out.tokens + own, drafted, mask=in_row)
+    tl.store(out.next_tokens + own, tl.maximum(token, 0), mask=in_row)
+    valid = tl.load(inputs.valid + request)
+    _write_table(
+        out.table, inputs.logprobs, request, column, in_row, token, accepted, valid, num_drafted, ran_out, PATH
+    )  # fmt: skip
 
     place = length + 1 + column
-    tl.store(history_ptr + request * capacity + place, token, mask=on_path & (place < capacity))
-    tl.store(lengths_ptr + request, length + count)
+    tl.store(inputs.history + request * capacity + place, token, mask=on_path & (place < capacity))
+    tl.store(inputs.lengths + request, length + count)
     bonus = tl.sum(tl.where(column == accepted, token, 0), 0)
-    tl.store(last_tokens_ptr + request, bonus, mask=active > 0)
+    tl.store(inputs.last_tokens + request, bonus, mask=active > 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -160,7 +144,7 @@ def commit_step(inputs: CommitInputs) -> Committed:
     launch(
         _commit_kernel,
         (batch,),
-        *(*inputs, *committed, inputs.history.shape[1]),
+        *(inputs, committed, inputs.history.shape[1]),
         num_warps=1 if path <= 64 else 4,
         NODES=num_nodes,
         PATH=path,

@@ -1,21 +1,20 @@
 """Launches of the kernels over histories, which the modules `kernel_*` describe."""
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import triton
 
 from specdec_kernels.history.configs import CONFIGS, draft_warps
 from specdec_kernels.history.kernel_draft import draft_kernel
-from specdec_kernels.history.kernel_insert import replace_histories_kernel, write_histories_kernel
+from specdec_kernels.history.kernel_insert import Written, replace_histories_kernel, write_histories_kernel
 from specdec_kernels.history.kernel_scan import (
     bucket_offsets_kernel,
     hash_requests_kernel,
     scan_kernel,
     sort_hits_kernel,
 )
-from specdec_kernels.history.kernel_select import select_kernel
+from specdec_kernels.history.kernel_select import Scan, select_kernel
 from specdec_kernels.history.types import HistoryDraft, HistoryStore, MatchOptions
 from specdec_kernels.launch import current_chip, lanes, launch, num_processors
 
@@ -31,12 +30,12 @@ def insert_histories(
     counts: torch.Tensor,
     width: int,
 ) -> None:
-    config = CONFIGS[current_chip(history)]
+    config, written = CONFIGS[current_chip(history)], Written(slots, start, counts)
     batch, context = history.shape
     launch(
         replace_histories_kernel,
         (1,),
-        *(slots, start, counts, store.lengths, store.stamps, store.of_slot, store.ring, store.clock, batch),
+        *(written, store, batch),
         KEPT=store.num_kept,
         RING=len(store.ring),
         BLOCK=min(lanes(batch), 1024),
@@ -44,8 +43,7 @@ def insert_histories(
     launch(
         write_histories_kernel,
         (triton.cdiv(batch * (width + 1), config.copy),),
-        *(history, slots, start, counts, store.tokens, store.lengths, store.of_slot),
-        *(batch, history.stride(0), width, context),
+        *(history, written, store, batch, history.stride(0), width, context),
         BLOCK=config.copy,
     )
 
@@ -58,7 +56,10 @@ def match_histories(
     batch, context = history.shape
     kept = lanes(max_candidates)
     parts = lanes(max(1, min(config.parts, config.programs // max(batch, 1), _MAX_RANKS // kept)))
-    scan = _scan(store, history, lengths, max_candidates) if shared else _no_scan(history)
+    # With many requests hits are places of the last two tokens, by bucket, and `latest` has those of the last one.
+    bigrams = shared and batch > config.few
+    nothing = torch.empty(0, dtype=torch.int64, device=history.device)
+    scan = _scan(store, history, lengths, max_candidates, bigrams) if shared else Scan(*[nothing] * 6)
     new = partial(torch.empty, device=history.device)
     ranks = new(batch, parts * kept, dtype=torch.int64)
     draft = HistoryDraft(
@@ -70,11 +71,10 @@ def match_histories(
     launch(
         select_kernel,
         (batch, parts),
-        *(history, lengths, slots, store.of_slot, store.tokens, store.lengths, store.stamps, store.clock),
-        *(scan.buckets, scan.hits, scan.counts, scan.ends, ranks, history.stride(0), context),
+        *(history, lengths, slots, store, scan, ranks, history.stride(0), context),
         MAX_NGRAM=max_ngram,
         SHARED=shared,
-        SORTED=scan.bigrams,
+        SORTED=bigrams,
         CANDIDATES=max_candidates,
         KEPT=kept,
         BLOCK=config.select,
@@ -82,14 +82,13 @@ def match_histories(
     launch(
         draft_kernel,
         (batch,),
-        *(history, lengths, store.tokens, store.lengths, ranks, scan.latest, scan.token_buckets),
-        *(*draft, history.stride(0), context),
+        *(history, lengths, store, ranks, scan, draft, history.stride(0), context),
         num_warps=draft_warps(kept, lanes(num_nodes), batch),
         NODES=num_nodes,
         CANDIDATES=max_candidates,
         LEAST=least,
         FREQUENT=order == "frequent",
-        LATEST=scan.bigrams,
+        LATEST=bigrams,
         RANKS=parts * kept,
         BLOCK_M=kept,
         BLOCK_N=lanes(num_nodes),
@@ -97,30 +96,12 @@ def match_histories(
     return draft
 
 
-class _Scan(NamedTuple):
-    """Result of reading the histories; shapes and meanings as in `select_kernel` and `draft_kernel`."""
-
-    bigrams: bool
-    """Whether hits are places of the last two tokens, sorted by bucket, and `latest` has those of the last one."""
-    buckets: torch.Tensor
-    hits: torch.Tensor
-    counts: torch.Tensor
-    ends: torch.Tensor
-    latest: torch.Tensor
-    token_buckets: torch.Tensor
-
-
-def _no_scan(history: torch.Tensor) -> _Scan:
-    """For a match in the requests' own histories, which reads none of this."""
-    empty = torch.empty(0, dtype=torch.int64, device=history.device)
-    return _Scan(False, *[empty] * 6)
-
-
-def _scan(store: HistoryStore, history: torch.Tensor, lengths: torch.Tensor, max_candidates: int) -> _Scan:
+def _scan(
+    store: HistoryStore, history: torch.Tensor, lengths: torch.Tensor, max_candidates: int, bigrams: bool
+) -> Scan:
     """Read all histories for all requests."""
     config = CONFIGS[current_chip(history)]
     batch, context = history.shape
-    bigrams = batch > config.few
     bits = max(6, (2 * batch - 1).bit_length())  # at most half of the buckets are in use
     buckets = 1 << bits
     new = partial(torch.empty, dtype=torch.int64, device=history.device)
@@ -146,8 +127,7 @@ def _scan(store: HistoryStore, history: torch.Tensor, lengths: torch.Tensor, max
         launch(
             scan_kernel,
             (programs, 1 if newest else triton.cdiv(context, width)),
-            *(store.tokens, store.lengths, store.stamps, store.clock, last_tokens, last_bigrams, latest),
-            *(hits, total, counts, context),
+            *(store, last_tokens, last_bigrams, latest, hits, total, counts, context),
             HISTORIES=len(store.lengths),
             BIGRAMS=bigrams,
             NEWEST=newest,
@@ -157,10 +137,10 @@ def _scan(store: HistoryStore, history: torch.Tensor, lengths: torch.Tensor, max
             BLOCK=config.scan,
         )
     if not bigrams:
-        return _Scan(bigrams, token_buckets, hits, total, ends, latest, token_buckets)
+        return Scan(token_buckets, hits, total, ends, latest, token_buckets)
     ordered = torch.empty_like(hits)
     offset_block = min(buckets, 1024)
     launch(bucket_offsets_kernel, (buckets // offset_block,), counts, divided, ends, num_warps=4, BLOCK=offset_block)
     programs = min(2 * num_processors(history), triton.cdiv(len(hits), config.select))
     launch(sort_hits_kernel, (programs,), hits, total, ends, ordered, num_warps=4, BLOCK=config.select)
-    return _Scan(bigrams, bigram_buckets, ordered, counts, ends, latest, token_buckets)
+    return Scan(bigram_buckets, ordered, counts, ends, latest, token_buckets)

@@ -131,15 +131,10 @@ def _choose_nodes(key, branch, parent, NODES: tl.constexpr, BLOCK_M: tl.constexp
 def draft_kernel(
     history_ptr,  # [B, context] int64
     lengths_ptr,  # [B] int64
-    tokens_ptr,  # [H, context] int32
-    sizes_ptr,  # [H] int32
+    store,  # HistoryStore
     ranks_ptr,  # [B, RANKS] int64, below 0 for no match
-    latest_ptr,  # [2^BITS, CANDIDATES] int64, falling, -1 after the last; read where LATEST
-    token_buckets_ptr,  # [B] int64: list of the request in `latest`, -1 for none
-    draft_tokens_ptr,  # [B, NODES] int64, out
-    parents_ptr,  # [B, NODES] int32, out
-    expected_ptr,  # [B] float32, out: expected number of accepted drafts
-    path_probs_ptr,  # [B, NODES] float32, out
+    scan,  # Scan
+    draft,  # HistoryDraft, written
     row_stride,
     context,
     NODES: tl.constexpr,
@@ -154,7 +149,7 @@ def draft_kernel(
     request = tl.program_id(0).to(tl.int64)
     rank = _best_ranks(ranks_ptr + request * RANKS, CANDIDATES, RANKS, BLOCK_M)
     if LATEST:
-        rank = _append_latest(rank, latest_ptr, tl.load(token_buckets_ptr + request), CANDIDATES, BLOCK_M)
+        rank = _append_latest(rank, scan.latest, tl.load(scan.token_buckets + request), CANDIDATES, BLOCK_M)
     found = rank >= 0
     matched = tl.where(found, (rank >> 57).to(tl.int32), 0)
     longest = tl.max(matched, 0)
@@ -167,10 +162,10 @@ def draft_kernel(
     depth = tl.arange(0, BLOCK_N)[None, :]
     other = (rank >> 24) & 0xFFFF
     next_place = (rank & 0xFFFFFF).to(tl.int32) + 1
-    end = tl.load(sizes_ptr + other, mask=found, other=0)
+    end = tl.load(store.lengths + other, mask=found, other=0)
     size = tl.where(found, tl.minimum(end - next_place, NODES - 1), 0)
     continuation = other * context + next_place
-    common = _common_prefixes(tokens_ptr + continuation, size, BLOCK_M)
+    common = _common_prefixes(store.tokens + continuation, size, BLOCK_M)
     better = candidate[None, :] < candidate[:, None]
     branch = tl.max(tl.where(better, common, 0), 1)
     parent = tl.min(tl.where(better & (common >= branch[:, None]), candidate[None, :], BLOCK_M), 1)
@@ -196,11 +191,11 @@ def draft_kernel(
     length = tl.load(lengths_ptr + request)
     inside = (length >= 0) & (length < context)
     last = tl.load(history_ptr + request * row_stride + length, mask=inside, other=0)
-    tokens = tl.load(tokens_ptr + start + node_depth, mask=chosen > 0, other=0).to(tl.int64)
+    tokens = tl.load(store.tokens + start + node_depth, mask=chosen > 0, other=0).to(tl.int64)
     values = tl.where(node == 0, certain, chosen >> 16)
     expected = (tl.sum(values, 0) - certain).to(tl.float32) / certain.to(tl.float32)
     path_probs = values.to(tl.float32) / certain.to(tl.float32)
-    tl.store(draft_tokens_ptr + request * NODES + node, tl.where(node == 0, last, tokens), mask=node < NODES)
-    tl.store(parents_ptr + request * NODES + node, parents, mask=node < NODES)
-    tl.store(expected_ptr + request, expected)
-    tl.store(path_probs_ptr + request * NODES + node, path_probs, mask=node < NODES)
+    tl.store(draft.tokens + request * NODES + node, tl.where(node == 0, last, tokens), mask=node < NODES)
+    tl.store(draft.parents + request * NODES + node, parents, mask=node < NODES)
+    tl.store(draft.expected_accepted + request, expected)
+    tl.store(draft.path_probs + request * NODES + node, path_probs, mask=node < NODES)

@@ -111,10 +111,7 @@ def _insert_latest(list_ptr, rank, CANDIDATES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["context"])
 def scan_kernel(
-    tokens_ptr,  # [H, context] int32
-    sizes_ptr,  # [H] int32
-    stamps_ptr,  # [H] int64
-    clock_ptr,  # [1] int64
+    store,  # HistoryStore
     last_tokens_ptr,  # [2^BITS] int64: hash table of last tokens
     bigrams_ptr,  # [2^BITS] int64: hash table of last two tokens
     latest_ptr,  # [2^BITS, CANDIDATES] int64, -1; out: latest positions of each last token
@@ -132,16 +129,16 @@ def scan_kernel(
 ):
     lane = tl.arange(0, BLOCK)
     history = tl.program_id(0).to(tl.int64) * (BLOCK // WIDTH) + lane // WIDTH
-    size = tl.load(sizes_ptr + history, mask=history < HISTORIES, other=0)
+    size = tl.load(store.lengths + history, mask=history < HISTORIES, other=0)
     position = (size - 1 - WIDTH if NEWEST else tl.program_id(1) * WIDTH) + lane % WIDTH
     live = (position >= 0) & (position < size - 1)  # no token follows the last one
     if BIGRAMS:
-        stamp = tl.load(stamps_ptr + history, mask=live, other=0)
-        age = tl.minimum(tl.load(clock_ptr) - stamp, MAX_AGE)
+        stamp = tl.load(store.stamps + history, mask=live, other=0)
+        age = tl.minimum(tl.load(store.clock) - stamp, MAX_AGE)
         newest = (age < NEW_HISTORIES) & (position >= size - 1 - WIDTH)
         live = live & (newest if NEWEST else newest == 0)
     if tl.max(live.to(tl.int32), 0) > 0:
-        place_ptr = tokens_ptr + history * context + position
+        place_ptr = store.tokens + history * context + position
         token = tl.load(place_ptr, mask=live, other=0).to(tl.int64)
         bucket = _look_up(last_tokens_ptr, token & 0xFFFFFFFF, live, BITS)
         if BIGRAMS:

@@ -7,6 +7,8 @@ position (24).
 
 # mypy: ignore-errors
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -17,6 +19,17 @@ NONE = tl.constexpr(-(1 << 62))
 """Less than every rank, and than every empty entry of a list."""
 UNROLL = tl.constexpr(4)
 """Tokens that are loaded before the first of them is compared, so that the loads do not wait for each other."""
+
+
+class Scan(NamedTuple):
+    """Result of reading the histories, int64; without shared histories nothing of it is read."""
+
+    buckets: Any  # [B]: bucket of the hits that concern the request, -1 for none
+    hits: Any  # [H * context], sorted by bucket where SORTED
+    counts: Any  # number of hits, less one: [2^BITS] of each bucket, or [1] of all
+    ends: Any  # [2^BITS]: where the hits of each bucket end
+    latest: Any  # [2^BITS, CANDIDATES]: places of each last token, falling, -1 after the last; only where SORTED
+    token_buckets: Any  # [B]: list of the request in `latest`, -1 for none
 
 
 @triton.jit
@@ -56,15 +69,8 @@ def select_kernel(
     history_ptr,  # [B, context] int64
     lengths_ptr,  # [B] int64
     slots_ptr,  # [B] int64
-    of_slot_ptr,  # [R] int32
-    tokens_ptr,  # [H, context] int32
-    sizes_ptr,  # [H] int32
-    stamps_ptr,  # [H] int64
-    clock_ptr,  # [1] int64
-    buckets_ptr,  # [B] int64: bucket of the hits that concern the request, -1 for none
-    hits_ptr,  # [H * context] int64, sorted by bucket where SORTED
-    counts_ptr,  # number of hits, less one: [2^BITS] int64 of each bucket, or [1] of all
-    ends_ptr,  # [2^BITS] int64: where the hits of each bucket end
+    store,  # HistoryStore
+    scan,  # Scan
     ranks_ptr,  # [B, PARTS, KEPT] int64, out: the best matches of each program, below 0 where there are fewer
     row_stride,
     context,
@@ -83,39 +89,39 @@ def select_kernel(
     length = tl.load(lengths_ptr + request)
     # Before anything of a request was written, its slot has the history of another request.
     written = (length > 0) & (length < context)
-    own = tl.load(of_slot_ptr + tl.load(slots_ptr + request, mask=written, other=0), mask=written, other=-1)
+    own = tl.load(store.of_slot + tl.load(slots_ptr + request, mask=written, other=0), mask=written, other=-1)
     own = own.to(tl.int64)
     last_ptr = history_ptr + request * row_stride + length
-    clock = tl.load(clock_ptr)
+    clock = tl.load(store.clock)
     # Entries past CANDIDATES hold what no rank exceeds. Empty ones differ, so that one is replaced at a time.
     best = tl.where(kept < CANDIDATES, -1 - kept.to(tl.int64), 0x7FFFFFFFFFFFFFFF)
 
-    end_of_own = tl.load(sizes_ptr + own, mask=written, other=1) - 1  # no token follows the last one
-    late = MAX_AGE - tl.minimum(clock - tl.load(stamps_ptr + own, mask=written, other=0), MAX_AGE)
+    end_of_own = tl.load(store.lengths + own, mask=written, other=1) - 1  # no token follows the last one
+    late = MAX_AGE - tl.minimum(clock - tl.load(store.stamps + own, mask=written, other=0), MAX_AGE)
     own_rank = (1 << 56) | (late << 40) | (own << 24)
     for first in range(part * BLOCK, end_of_own, parts * BLOCK):
         position = first + lane
-        place_ptr = tokens_ptr + own * context + position
+        place_ptr = store.tokens + own * context + position
         matched = _match_length(last_ptr, length, place_ptr, position, position < end_of_own, MAX_NGRAM)
         best = _keep_best(best, tl.where(matched > 0, (matched.to(tl.int64) << 57) | own_rank | position, NONE))
 
     if SHARED:
-        bucket = tl.load(buckets_ptr + request)
+        bucket = tl.load(scan.buckets + request)
         if SORTED:
-            end = tl.load(ends_ptr + bucket, mask=bucket >= 0, other=0)
-            begin = end - 1 - tl.load(counts_ptr + bucket, mask=bucket >= 0, other=-1)
+            end = tl.load(scan.ends + bucket, mask=bucket >= 0, other=0)
+            begin = end - 1 - tl.load(scan.counts + bucket, mask=bucket >= 0, other=-1)
         else:
-            end = tl.load(counts_ptr) + 1
+            end = tl.load(scan.counts) + 1
             begin = end * 0
         for first in range(begin + part * BLOCK, end, parts * BLOCK):
-            hit = tl.load(hits_ptr + first + lane, mask=first + lane < end, other=NONE)
+            hit = tl.load(scan.hits + first + lane, mask=first + lane < end, other=NONE)
             other = (hit >> 24) & 0xFFFF
             position = (hit & 0xFFFFFF).to(tl.int32)
             matching = (hit >> 40 == bucket) & (other != own)
             if tl.max(matching.to(tl.int32), 0) > 0:
-                place_ptr = tokens_ptr + other * context + position
+                place_ptr = store.tokens + other * context + position
                 matched = _match_length(last_ptr, length, place_ptr, position, matching, MAX_NGRAM)
-                age = tl.minimum(clock - tl.load(stamps_ptr + other, mask=matching, other=0), MAX_AGE)
+                age = tl.minimum(clock - tl.load(store.stamps + other, mask=matching, other=0), MAX_AGE)
                 rank = (matched.to(tl.int64) << 57) | ((MAX_AGE - age) << 40) | (hit & 0xFFFFFFFFFF)
                 # Sorted hits match two tokens; with `max_ngram` 1 they are no better than the listed ones of one token.
                 best = _keep_best(best, tl.where(matched > (1 if SORTED else 0), rank, NONE))

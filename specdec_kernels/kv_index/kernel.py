@@ -119,9 +119,7 @@ def _level_slots_kernel(
     table_ptr,  # [B, ROW_PAGES] int32
     lengths_ptr,  # [B] int64
     active_ptr,  # [B] int32
-    slots_ptr,  # [levels, B, WIDTH] int64, a level at every multiple of 16 bytes
-    positions_ptr,  # [levels, B, WIDTH] int64, likewise
-    counts_ptr,  # [B] int32
+    levels,  # LevelSlots, written; levels begin at multiples of 16 bytes
     batch,
     total,  # levels * B * WIDTH
     first,
@@ -137,19 +135,17 @@ def _level_slots_kernel(
     active = tl.load(active_ptr + request, mask=in_out, other=0)
     start = tl.load(lengths_ptr + request, mask=in_out, other=0) + first
     slot = _page_slot(table_ptr, request, start + level * WIDTH + column, in_out & (active > 0), ROW_PAGES, PAGE_SIZE)
-    out = place + level * (batch * WIDTH % 2)
-    tl.store(slots_ptr + out, slot, mask=in_out)
-    tl.store(positions_ptr + out, start + level, mask=in_out)
-    tl.store(counts_ptr + request, active * WIDTH, mask=in_out & (level == 0) & (column == 0))
+    at = place + level * (batch * WIDTH % 2)
+    tl.store(levels.slots + at, slot, mask=in_out)
+    tl.store(levels.positions + at, start + level, mask=in_out)
+    tl.store(levels.counts + request, active * WIDTH, mask=in_out & (level == 0) & (column == 0))
 
 
 @triton.jit(do_not_specialize=["batch", "entries"])
 def _flat_pages_kernel(
     table_ptr,  # [B, ROW_PAGES] int32
     lengths_ptr,  # [B] int64
-    indptr_ptr,  # [B + 1] int32
-    indices_ptr,  # [entries] int32
-    last_page_len_ptr,  # [B] int32
+    out,  # FlashInferIndices, whose `indptr` is given
     batch,
     entries,
     ROW_PAGES: tl.constexpr,
@@ -159,21 +155,20 @@ def _flat_pages_kernel(
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     held = _held(lengths_ptr, place, place < batch, ROW_PAGES * PAGE_SIZE)
     last_page_len = tl.where(held > 0, (tl.maximum(held, 1) - 1) % PAGE_SIZE + 1, 0)
-    tl.store(last_page_len_ptr + place, last_page_len.to(tl.int32), mask=place < batch)
+    tl.store(out.last_page_len + place, last_page_len.to(tl.int32), mask=place < batch)
     in_out = place < entries
-    row = owning_row(indptr_ptr, place, batch, in_out)
+    row = owning_row(out.indptr, place, batch, in_out)
     found = in_out & (row < batch)
-    column = place - tl.load(indptr_ptr + row, mask=found, other=0)
+    column = place - tl.load(out.indptr + row, mask=found, other=0)
     page = tl.load(table_ptr + row.to(tl.int64) * ROW_PAGES + column, mask=found, other=0)
-    tl.store(indices_ptr + place, page, mask=in_out)
+    tl.store(out.indices + place, page, mask=in_out)
 
 
 @triton.jit(do_not_specialize=["total"])
 def _attention_table_kernel(
     table_ptr,  # [B, ROW_PAGES] int32
     lengths_ptr,  # [B] int64
-    out_table_ptr,  # [B, ROW_PAGES] int32
-    seqused_ptr,  # [B] int32
+    out,  # FlashAttentionIndices, written
     total,  # B * max(ROW_PAGES, 1)
     ROW_PAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -186,8 +181,8 @@ def _attention_table_kernel(
     held = _held(lengths_ptr, request, in_out, ROW_PAGES * PAGE_SIZE)
     used = in_out & (column * PAGE_SIZE < held)
     page = tl.load(table_ptr + place, mask=used, other=0)
-    tl.store(out_table_ptr + place, page, mask=in_out & (column < ROW_PAGES))
-    tl.store(seqused_ptr + request, held.to(tl.int32), mask=in_out & (column == 0))
+    tl.store(out.page_table + place, page, mask=in_out & (column < ROW_PAGES))
+    tl.store(out.seqused_k + request, held.to(tl.int32), mask=in_out & (column == 0))
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -284,7 +279,7 @@ def level_slots(
     found = LevelSlots(slots, positions, torch.empty_like(active))
     total, config = levels * size, CONFIGS[current_chip(page_table)]
     launch(
-        _level_slots_kernel, (triton.cdiv(total, config.flat_block),), page_table, lengths, active, *found, batch,
+        _level_slots_kernel, (triton.cdiv(total, config.flat_block),), page_table, lengths, active, found, batch,
         total, first, num_warps=config.num_warps, WIDTH=width, ROW_PAGES=row_pages, PAGE_SIZE=page_size,
         BLOCK=config.flat_block,
     )  # fmt: skip
@@ -301,7 +296,7 @@ def flashinfer_indices(page_table: torch.Tensor, lengths: torch.Tensor, page_siz
     total, config = max(entries, batch), CONFIGS[current_chip(page_table)]
     block = lanes(total, config.flat_block)
     launch(
-        _flat_pages_kernel, (triton.cdiv(total, block),), page_table, lengths, *out, batch, entries,
+        _flat_pages_kernel, (triton.cdiv(total, block),), page_table, lengths, out, batch, entries,
         num_warps=config.num_warps, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=block,
     )  # fmt: skip
     return out
@@ -315,7 +310,7 @@ def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_
     total, config = batch * max(row_pages, 1), CONFIGS[current_chip(page_table)]
     block = lanes(total, config.flat_block)
     launch(
-        _attention_table_kernel, (triton.cdiv(total, block),), page_table, lengths, *out, total,
+        _attention_table_kernel, (triton.cdiv(total, block),), page_table, lengths, out, total,
         num_warps=config.num_warps, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=block,
     )  # fmt: skip
     return out

@@ -187,17 +187,11 @@ def _copy_heads(
     _store_part(to_ptr, kept[:, None] & exists, values, _head_scale(scale, head, BY_HEAD, NUM_HEADS), 0, D, D_BLOCK)
 
 
-# 21 arguments: queries, keys and values have strides of their own; slots, positions and tables serve all three.
 @triton.jit(do_not_specialize=_VARYING)
 def _kv_write_kernel(
     q_ptr,  # [T, H, D], tokens q_stride heads apart; None where H is 0
     out_ptr,  # [T, H, D], or None
-    k_ptr,  # [T, LAYERS, H_KV, D], tokens k_stride and layers k_layer_stride heads apart
-    v_ptr,  # [T, LAYERS, H_KV, D], tokens v_stride and layers v_layer_stride heads apart
-    kv_ptr,  # [LAYERS, 2, num_slots, H_KV, D]
-    slots_ptr,  # [T] int64
-    positions_ptr,  # [T] int64
-    rope_ptr,  # [max_pos, 2 * HALF] float32
+    store,  # KVStore: tokens of k and v lie k_stride and v_stride heads apart, layers k_layer_stride and v_layer_stride
     q_norm_ptr,  # [D], or None
     k_norm_ptr,  # [LAYERS, D], or None
     k_scale,  # of the pool: [H_KV] float32, a number for all heads, or None
@@ -233,11 +227,11 @@ def _kv_write_kernel(
     lane = tl.arange(0, HEADS)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     here = token < tokens
-    position = tl.load(positions_ptr + token, mask=here, other=0)
+    position = tl.load(store.positions + token, mask=here, other=0)
     if block < Q_BLOCKS:
         if H > 0:
             _turn_heads(
-                q_ptr, out_ptr, token * q_stride, token * H, here, here, block * HEADS + lane, q_norm_ptr, rope_ptr,
+                q_ptr, out_ptr, token * q_stride, token * H, here, here, block * HEADS + lane, q_norm_ptr, store.rope,
                 position, max_pos, eps, None, False, H, D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
             )  # fmt: skip
     else:
@@ -245,18 +239,18 @@ def _kv_write_kernel(
         head = kv_block % KV_BLOCKS * HEADS + lane
         is_v = kv_block // KV_BLOCKS % 2
         layer = (kv_block // (2 * KV_BLOCKS)).to(tl.int64)
-        slot = tl.load(slots_ptr + token, mask=here, other=-1)
+        slot = tl.load(store.slots + token, mask=here, other=-1)
         placed = here & (slot >= 0) & (slot < num_slots)
         kv_row = ((layer * 2 + is_v) * num_slots + tl.where(placed, slot, 0)) * H_KV
         if is_v == 0:
             _turn_heads(
-                k_ptr, kv_ptr, token * k_stride + layer * k_layer_stride, kv_row, here, placed, head,
-                None if k_norm_ptr is None else k_norm_ptr + layer * D, rope_ptr, position, max_pos, eps, k_scale,
+                store.k, store.kv, token * k_stride + layer * k_layer_stride, kv_row, here, placed, head,
+                None if k_norm_ptr is None else k_norm_ptr + layer * D, store.rope, position, max_pos, eps, k_scale,
                 K_BY_HEAD, H_KV, D, HALF, HALF_BLOCK, REST_BLOCK, INTERLEAVED,
             )  # fmt: skip
         else:
             _copy_heads(
-                v_ptr, kv_ptr, token * v_stride + layer * v_layer_stride, kv_row, here, placed, head, v_scale,
+                store.v, store.kv, token * v_stride + layer * v_layer_stride, kv_row, here, placed, head, v_scale,
                 V_BY_HEAD, H_KV, D, D_BLOCK,
             )  # fmt: skip
 
@@ -282,7 +276,7 @@ def _launch(
     options: StoreOptions,
 ) -> None:
     """q, out: [T, H, D] or None."""
-    k, v, kv, slots, positions, rope = store
+    k, v, kv, rope = store.k, store.v, store.kv, store.rope
     eps, interleaved, k_scale, v_scale = options
     if kv.dtype == torch.float64:
         raise ValueError(
@@ -298,8 +292,8 @@ def _launch(
     launch(
         _kv_write_kernel,
         (triton.cdiv(tokens, block["TOKENS"]), blocks),
-        *(q, out, k, v, kv.view(torch.uint8) if kv.dtype == torch.float8_e4m3fn else kv),
-        *(slots, positions, rope, q_norm, k_norm, k_scale, v_scale),
+        *(q, out, store._replace(kv=kv.view(torch.uint8) if kv.dtype == torch.float8_e4m3fn else kv)),
+        *(q_norm, k_norm, k_scale, v_scale),
         *(tokens, kv.shape[2] * kv.shape[3], rope.shape[0]),
         # Strides in heads: the compiler then sees that every head begins aligned.
         *(q_stride, *(stride // head_dim for side in (k, v) for stride in side.stride()[:2])),

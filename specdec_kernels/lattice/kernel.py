@@ -57,14 +57,8 @@ def table_rows(table_ptr, tokens, factor, size, RANK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["vocab", "draft_vocab"])
 def _pair_kernel(
-    tokens_ptr,  # [B, DEPTH, CANDIDATES] int64
-    last_tokens_ptr,  # [B] int64
-    counts_ptr,  # [B] int32, or None
-    vocabulary_ptr,  # [draft_vocab] int64, or None
-    predecessors_ptr,  # [vocab, RANK]
-    successors_ptr,  # [draft_vocab, RANK]
-    gates_ptr,  # [B, DEPTH, RANK], or None
-    token_gates_ptr,  # [vocab, RANK], or None
+    lattice,  # Lattice
+    factors,  # PairFactors
     pairs_ptr,  # [B, DEPTH, CANDIDATES, CANDIDATES] float32
     vocab,
     draft_vocab,
@@ -81,21 +75,21 @@ def _pair_kernel(
     lane = tl.arange(0, BLOCK_C)
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
-    live = (lane < CANDIDATES) & (place < _positions_of(counts_ptr, request, True, DEPTH))
+    live = (lane < CANDIDATES) & (place < _positions_of(lattice.counts, request, True, DEPTH))
     follows = live & (place > 0)
-    tokens = tl.load(tokens_ptr + cell * CANDIDATES + lane, mask=live, other=-1)
-    before = tl.load(tokens_ptr + (cell - 1) * CANDIDATES + lane, mask=follows, other=-1)
-    before = _target_ids(before, vocabulary_ptr, follows)
-    before = tl.where((place == 0) & (lane == 0), tl.load(last_tokens_ptr + request), before)
+    tokens = tl.load(lattice.tokens + cell * CANDIDATES + lane, mask=live, other=-1)
+    before = tl.load(lattice.tokens + (cell - 1) * CANDIDATES + lane, mask=follows, other=-1)
+    before = _target_ids(before, lattice.vocabulary, follows)
+    before = tl.where((place == 0) & (lane == 0), tl.load(lattice.last_tokens + request), before)
     scores = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     for start in range(0, RANK, BLOCK_F):
         factor = start + tl.arange(0, BLOCK_F)
-        row = table_rows(predecessors_ptr, before, factor, vocab, RANK)
-        successor = table_rows(successors_ptr, tokens, factor, draft_vocab, RANK)
-        if gates_ptr is not None:
-            gate = tl.load(gates_ptr + cell * RANK + factor, mask=factor < RANK, other=0.0).to(tl.float32)[None, :]
-            if token_gates_ptr is not None:
-                gate = tl.sigmoid(gate + table_rows(token_gates_ptr, before, factor, vocab, RANK).to(tl.float32))
+        row = table_rows(factors.predecessors, before, factor, vocab, RANK)
+        successor = table_rows(factors.successors, tokens, factor, draft_vocab, RANK)
+        if factors.gates is not None:
+            gate = tl.load(factors.gates + cell * RANK + factor, mask=factor < RANK, other=0.0).to(tl.float32)[None, :]
+            if factors.token_gates is not None:
+                gate = tl.sigmoid(gate + table_rows(factors.token_gates, before, factor, vocab, RANK).to(tl.float32))
             # The gated row as the sum of two rows of its dtype, which hold twice as many bits as one.
             gated = row.to(tl.float32) * gate
             row = gated.to(row.dtype)
@@ -107,37 +101,33 @@ def _pair_kernel(
 
 
 @triton.jit
-def _store_nodes(
-    tokens_ptr, parents_ptr, candidates_ptr, scores_ptr, vocabulary_ptr, at, mask, used, id, parent, candidate, score
-):  # fmt: skip
+def _store_nodes(nodes, vocabulary_ptr, at, mask, used, id, parent, candidate, score):
     """Nodes of a `Selection`; `id` is the drafter's."""
     token = _target_ids(tl.where(used, id, 0), vocabulary_ptr, mask & used)
-    tl.store(tokens_ptr + at, tl.where(used, token, 0), mask=mask)
-    tl.store(parents_ptr + at, tl.where(used, parent, _UNUSED_PARENT), mask=mask)
-    tl.store(candidates_ptr + at, tl.where(used, candidate, -1), mask=mask)
-    tl.store(scores_ptr + at, tl.where(used, score, 0.0), mask=mask)
+    tl.store(nodes.tokens + at, tl.where(used, token, 0), mask=mask)
+    tl.store(nodes.parents + at, tl.where(used, parent, _UNUSED_PARENT), mask=mask)
+    tl.store(nodes.candidates + at, tl.where(used, candidate, -1), mask=mask)
+    tl.store(nodes.scores + at, tl.where(used, score, 0.0), mask=mask)
 
 
 @triton.jit
-def _store_root(tokens_ptr, parents_ptr, candidates_ptr, scores_ptr, last_tokens_ptr, request, mask, NODES):
+def _store_root(nodes, last_tokens_ptr, request, mask, NODES):
     at = request * NODES
-    tl.store(tokens_ptr + at, tl.load(last_tokens_ptr + request, mask=mask, other=0), mask=mask)
-    tl.store(parents_ptr + at, request.to(tl.int32) * 0 - 1, mask=mask)
-    tl.store(candidates_ptr + at, request.to(tl.int32) * 0 - 1, mask=mask)
-    tl.store(scores_ptr + at, request.to(tl.float32) * 0 + 1.0, mask=mask)
+    tl.store(nodes.tokens + at, tl.load(last_tokens_ptr + request, mask=mask, other=0), mask=mask)
+    tl.store(nodes.parents + at, request.to(tl.int32) * 0 - 1, mask=mask)
+    tl.store(nodes.candidates + at, request.to(tl.int32) * 0 - 1, mask=mask)
+    tl.store(nodes.scores + at, request.to(tl.float32) * 0 + 1.0, mask=mask)
 
 
 @triton.jit
-def _load_position(
-    tokens_ptr, logits_ptr, pairs_ptr, request, place, live, CANDIDATES: tl.constexpr, DEPTH: tl.constexpr, lane
-):
+def _load_position(lattice, pairs_ptr, request, place, live, CANDIDATES: tl.constexpr, DEPTH: tl.constexpr, lane):
     """Ids [Q, C] int32 of a position, and values [Q, P, C] after each predecessor, -inf where not `live` [Q]."""
     cell = request * DEPTH + place
     within = lane < CANDIDATES
     row = cell[:, None] * CANDIDATES + lane[None, :]
     inside = live[:, None] & within[None, :]
-    ids = tl.load(tokens_ptr + row, mask=inside, other=_NO_ID).to(tl.int32)
-    logit = tl.load(logits_ptr + row, mask=inside, other=float("-inf")).to(tl.float32)
+    ids = tl.load(lattice.tokens + row, mask=inside, other=_NO_ID).to(tl.int32)
+    logit = tl.load(lattice.logits + row, mask=inside, other=float("-inf")).to(tl.float32)
     at = (cell[:, None, None] * CANDIDATES + lane[None, :, None]) * CANDIDATES + lane[None, None, :]
     pair = tl.load(pairs_ptr + at, mask=inside[:, None, :] & within[None, :, None], other=0.0)
     return ids, d.usable(logit[:, None, :] + pair)
@@ -145,20 +135,10 @@ def _load_position(
 
 @triton.jit(do_not_specialize=["batch"])
 def _chain_kernel(
-    tokens_ptr,  # [B, DEPTH, CANDIDATES] int64
-    logits_ptr,  # [B, DEPTH, CANDIDATES]
-    last_tokens_ptr,  # [B] int64
-    counts_ptr,  # [B] int32, or None
-    vocabulary_ptr,  # [V] int64, or None
+    lattice,  # Lattice
     pairs_ptr,  # [B, DEPTH, CANDIDATES, CANDIDATES] float32
-    temperature_ptr,  # [B] float32, or None if greedy
-    seeds_ptr,  # [B] int64, or None
-    positions_ptr,  # [B] int64, or None
-    uniforms_ptr,  # [B, DEPTH] float64, or None
-    out_tokens_ptr,  # [B, DEPTH + 1] int64
-    out_parents_ptr,  # [B, DEPTH + 1] int32
-    out_candidates_ptr,  # [B, DEPTH + 1] int32
-    out_scores_ptr,  # [B, DEPTH + 1] float32
+    draws,  # Draws, of None if greedy
+    chain,  # Selection of DEPTH + 1 nodes, written
     probs_ptr,  # [B, DEPTH, CANDIDATES] float32, or None if greedy
     batch,
     DEPTH: tl.constexpr,
@@ -173,22 +153,19 @@ def _chain_kernel(
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
     temperature = tl.zeros((BLOCK_Q,), tl.float32)
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + request, mask=in_batch, other=0.0)
+    if draws.temperature is not None:
+        temperature = tl.load(draws.temperature + request, mask=in_batch, other=0.0)
     sampled = temperature > 0
     scale = d.exponent_scale(temperature)[:, None]
-    count = tl.where(in_batch, _positions_of(counts_ptr, request, in_batch, DEPTH), 0)
-    _store_root(
-        out_tokens_ptr, out_parents_ptr, out_candidates_ptr, out_scores_ptr, last_tokens_ptr, request, in_batch,
-        DEPTH + 1,
-    )  # fmt: skip
+    count = tl.where(in_batch, _positions_of(lattice.counts, request, in_batch, DEPTH), 0)
+    _store_root(chain, lattice.last_tokens, request, in_batch, DEPTH + 1)
     chosen = tl.zeros((BLOCK_Q,), tl.int32)
     score = tl.full((BLOCK_Q,), 1.0, tl.float32)
     alive = in_batch
-    ids, values = _load_position(tokens_ptr, logits_ptr, pairs_ptr, request, 0, count > 0, CANDIDATES, DEPTH, lane)
+    ids, values = _load_position(lattice, pairs_ptr, request, 0, count > 0, CANDIDATES, DEPTH, lane)
     for place in range(DEPTH):
         next_ids, next_values = _load_position(
-            tokens_ptr, logits_ptr, pairs_ptr, request, place + 1, count > place + 1, CANDIDATES, DEPTH, lane
+            lattice, pairs_ptr, request, place + 1, count > place + 1, CANDIDATES, DEPTH, lane
         )
         value = tl.max(tl.where(lane[None, :, None] == chosen[:, None, None], values, float("-inf")), 1)
         top = tl.max(value, 1)
@@ -199,33 +176,32 @@ def _chain_kernel(
         largest = value == top[:, None]
         lowest = tl.min(tl.where(largest, ids, _NO_ID), 1)
         chosen = tl.min(tl.where(largest & (ids == lowest[:, None]), lane[None, :], BLOCK_C), 1)
-        if temperature_ptr is not None:
-            if uniforms_ptr is not None:
-                uniform = tl.load(uniforms_ptr + request * DEPTH + place, mask=in_batch, other=0.0)
+        if draws.temperature is not None:
+            if draws.uniforms is not None:
+                uniform = tl.load(draws.uniforms + request * DEPTH + place, mask=in_batch, other=0.0)
             else:
-                seed = tl.load(seeds_ptr + request, mask=in_batch, other=0)
-                position = tl.load(positions_ptr + request, mask=in_batch, other=0)
+                seed = tl.load(draws.seeds + request, mask=in_batch, other=0)
+                position = tl.load(draws.positions + request, mask=in_batch, other=0)
                 uniform = d.philox_uniform(seed, position, _DRAFT, place + 1)
             drawn, _, _, _ = d.locate(weight, total, uniform)
             chosen = tl.where(sampled, tl.maximum(drawn, 0), chosen)
         is_chosen = lane[None, :] == chosen[:, None]
-        if temperature_ptr is not None:
+        if draws.temperature is not None:
             prob = tl.where(sampled[:, None], share, (is_chosen & alive[:, None]).to(tl.float32))
             at = (request * DEPTH + place)[:, None] * CANDIDATES + lane[None, :]
             tl.store(probs_ptr + at, prob, mask=in_batch[:, None] & (lane < CANDIDATES)[None, :])
         score *= tl.sum(tl.where(is_chosen, share, 0.0), 1)
         _store_nodes(
-            out_tokens_ptr, out_parents_ptr, out_candidates_ptr, out_scores_ptr, vocabulary_ptr,
-            request * (DEPTH + 1) + place + 1, in_batch, alive, tl.sum(tl.where(is_chosen, ids, 0), 1), place,
-            place * CANDIDATES + chosen, score,
+            chain, lattice.vocabulary, request * (DEPTH + 1) + place + 1, in_batch, alive,
+            tl.sum(tl.where(is_chosen, ids, 0), 1), place, place * CANDIDATES + chosen, score,
         )  # fmt: skip
         ids, values = next_ids, next_values
 
 
 @triton.jit
-def _costs(logits_ptr, pairs_ptr, row, predecessor, candidate, mine, CANDIDATES: tl.constexpr):
+def _costs(lattice, pairs_ptr, row, predecessor, candidate, mine, CANDIDATES: tl.constexpr):
     """-log q of the candidates in the lanes that are `mine`, after one predecessor; +inf elsewhere."""
-    logit = tl.load(logits_ptr + row + candidate, mask=mine, other=float("-inf")).to(tl.float32)
+    logit = tl.load(lattice.logits + row + candidate, mask=mine, other=float("-inf")).to(tl.float32)
     pair = tl.load(pairs_ptr + (row + predecessor) * CANDIDATES + candidate, mask=mine, other=0.0)
     value = d.usable(logit + pair)
     top = d.finite(tl.max(value, 0))
@@ -235,16 +211,9 @@ def _costs(logits_ptr, pairs_ptr, row, predecessor, candidate, mine, CANDIDATES:
 
 @triton.jit
 def _tree_kernel(
-    tokens_ptr,  # [B, DEPTH, CANDIDATES] int64
-    logits_ptr,  # [B, DEPTH, CANDIDATES]
-    last_tokens_ptr,  # [B] int64
-    counts_ptr,  # [B] int32, or None
-    vocabulary_ptr,  # [V] int64, or None
+    lattice,  # Lattice
     pairs_ptr,  # [B, DEPTH, CANDIDATES, CANDIDATES] float32
-    out_tokens_ptr,  # [B, NODES] int64
-    out_parents_ptr,  # [B, NODES] int32
-    out_candidates_ptr,  # [B, NODES] int32
-    out_scores_ptr,  # [B, NODES] float32
+    tree,  # Selection, written
     DEPTH: tl.constexpr,
     CANDIDATES: tl.constexpr,
     NODES: tl.constexpr,
@@ -257,10 +226,8 @@ def _tree_kernel(
     parent_of, candidate = lane // BLOCK_C, lane % BLOCK_C
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
-    count = _positions_of(counts_ptr, request, True, DEPTH)
-    _store_root(
-        out_tokens_ptr, out_parents_ptr, out_candidates_ptr, out_scores_ptr, last_tokens_ptr, request, True, NODES
-    )
+    count = _positions_of(lattice.counts, request, True, DEPTH)
+    _store_root(tree, lattice.last_tokens, request, True, NODES)
     offer = tl.full((BLOCK_N * BLOCK_C,), _NO_OFFER, tl.int32)
     ids = offer * 0 + _NO_ID
     place_of = offer * 0
@@ -269,9 +236,9 @@ def _tree_kernel(
     for node in range(1, NODES):
         mine = (parent_of == node - 1) & (candidate < CANDIDATES) & (place < count)
         row = (request * DEPTH + place) * CANDIDATES
-        cost = _costs(logits_ptr, pairs_ptr, row, predecessor, candidate, mine, CANDIDATES)
+        cost = _costs(lattice, pairs_ptr, row, predecessor, candidate, mine, CANDIDATES)
         cost = best.to(tl.float32, bitcast=True) + cost
-        ids = tl.where(mine, tl.load(tokens_ptr + row + candidate, mask=mine, other=0).to(tl.int32), ids)
+        ids = tl.where(mine, tl.load(lattice.tokens + row + candidate, mask=mine, other=0).to(tl.int32), ids)
         place_of = tl.where(mine, place, place_of)
         offer = tl.where(mine, cost.to(tl.int32, bitcast=True), offer)
         best = tl.min(offer, 0)
@@ -283,8 +250,8 @@ def _tree_kernel(
         place, predecessor = choice // BLOCK_C, choice % BLOCK_C
         offer = tl.where((parent_of == parent) & (candidate == predecessor), _NO_OFFER, offer)
         _store_nodes(
-            out_tokens_ptr, out_parents_ptr, out_candidates_ptr, out_scores_ptr, vocabulary_ptr, request * NODES + node,
-            True, found, id, parent, place * CANDIDATES + predecessor, tl.exp(-best.to(tl.float32, bitcast=True)),
+            tree, lattice.vocabulary, request * NODES + node, True, found, id, parent,
+            place * CANDIDATES + predecessor, tl.exp(-best.to(tl.float32, bitcast=True)),
         )  # fmt: skip
         place = tl.where(found, place + 1, DEPTH)
 
@@ -295,8 +262,8 @@ def pair_scores(lattice: Lattice, factors: PairFactors) -> torch.Tensor:
     config = CONFIGS[chip]
     pairs = torch.empty(batch, depth, candidates, candidates, dtype=torch.float32, device=lattice.tokens.device)
     launch(
-        _pair_kernel, (batch * depth,), lattice.tokens, lattice.last_tokens, lattice.counts, lattice.vocabulary,
-        *factors, pairs, factors.predecessors.shape[0], factors.successors.shape[0], num_warps=config.pair_warps,
+        _pair_kernel, (batch * depth,), lattice, factors, pairs, len(factors.predecessors), len(factors.successors),
+        num_warps=config.pair_warps,
         DEPTH=depth, CANDIDATES=candidates, RANK=rank, BLOCK_C=max(triton.next_power_of_2(candidates), _MIN_DOT),
         BLOCK_F=min(max(triton.next_power_of_2(rank), _MIN_DOT), config.rank_block), **pdl_options(chip),
     )  # fmt: skip
@@ -305,30 +272,27 @@ def pair_scores(lattice: Lattice, factors: PairFactors) -> torch.Tensor:
 
 def greedy_chain(lattice: Lattice, pairs: torch.Tensor) -> Selection:
     chain = empty_selection(lattice.last_tokens, lattice.tokens.shape[1] + 1)
-    _launch_chain(lattice, pairs, (None, None, None, None), chain, None)
+    _launch_chain(lattice, pairs, Draws(None, None, None, None), chain, None)
     return chain
 
 
 def sample_chain(lattice: Lattice, pairs: torch.Tensor, draws: Draws) -> SampledChain:
     chain = empty_selection(lattice.last_tokens, lattice.tokens.shape[1] + 1)
     probs = pairs.new_empty(lattice.tokens.shape)
-    sources = draws if draws.uniforms is None else draws._replace(seeds=None, positions=None)
-    _launch_chain(lattice, pairs, sources, chain, probs)
+    if draws.uniforms is not None:
+        draws = draws._replace(seeds=None, positions=None)
+    _launch_chain(lattice, pairs, draws, chain, probs)
     return SampledChain(*chain, probs)
 
 
 def _launch_chain(
-    lattice: Lattice,
-    pairs: torch.Tensor,
-    sources: tuple[torch.Tensor | None, ...],
-    chain: Selection,
-    probs: torch.Tensor | None,
+    lattice: Lattice, pairs: torch.Tensor, draws: Draws, chain: Selection, probs: torch.Tensor | None
 ) -> None:
     (batch, depth, candidates), chip = lattice.tokens.shape, current_chip(pairs)
     block_c = max(triton.next_power_of_2(candidates), d.MIN_SCAN)
     block_q = d.rows_per_program(batch, CONFIGS[chip].max_requests, block_c * block_c)
     launch(
-        _chain_kernel, (triton.cdiv(batch, block_q),), *lattice, pairs, *sources, *chain, probs, batch,
+        _chain_kernel, (triton.cdiv(batch, block_q),), lattice, pairs, draws, chain, probs, batch,
         num_warps=_warps(chip, block_c * block_c), DEPTH=depth, CANDIDATES=candidates, BLOCK_Q=block_q, BLOCK_C=block_c,
         **pdl_options(chip),
     )  # fmt: skip
@@ -339,7 +303,7 @@ def lattice_tree(lattice: Lattice, pairs: torch.Tensor, num_nodes: int) -> Selec
     tree = empty_selection(lattice.last_tokens, num_nodes)
     block_n, block_c = (max(triton.next_power_of_2(size), d.MIN_SCAN) for size in (num_nodes, candidates))
     launch(
-        _tree_kernel, (batch,), *lattice, pairs, *tree, num_warps=_warps(chip, block_n * block_c), DEPTH=depth,
+        _tree_kernel, (batch,), lattice, pairs, tree, num_warps=_warps(chip, block_n * block_c), DEPTH=depth,
         CANDIDATES=candidates, NODES=num_nodes, BLOCK_N=block_n, BLOCK_C=block_c, **pdl_options(chip),
     )  # fmt: skip
     return tree

@@ -66,10 +66,9 @@ def delta_rule_inputs(
         conv=(weights.conv, (channels, state.conv.shape[1] + 1), qkv.dtype),
         a_log=(weights.a_log, (heads,), wide),
         dt_bias=(weights.dt_bias, (heads,), wide),
-        parents=(links.parents, (rows,), torch.int32),
-        slots=(links.slots, (rows,), torch.int64),
         state_conv=(state.conv, (None, None, channels), qkv.dtype),
     )
+    expect_fields(links, others=dict(qkv=qkv), R=rows)
     if out is None:
         decay, beta = (qkv.new_empty((rows, heads), dtype=wide) for _ in range(2))
         out = DeltaInputs(qkv.new_empty((rows, channels), dtype=wide), decay, beta, qkv.new_empty((rows, channels)))
@@ -123,14 +122,9 @@ def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState, *, imp
     rows, channels = inputs.raw.shape[-2:]
     heads = _check_state(state, channels, inputs.raw.dtype)
     _check_inputs(inputs, (rows,), channels, heads)
-    expect_shape("mask", trees.mask, (None, None, 1))
+    expect_fields(trees, others=dict(raw=inputs.raw))
     batch, nodes, _ = trees.mask.shape
     expect_between("nodes of mask", nodes, 1, CHUNK)
-    expect_tensors(
-        {"raw": inputs.raw},
-        mask=(trees.mask, (batch, nodes, 1), torch.int64),
-        slots=(trees.slots, (batch,), torch.int64),
-    )
     if rows != batch * nodes:
         raise ValueError(f"inputs: expected {batch} * {nodes} rows, got {rows}")
     return dispatch("delta_rule_tree", __package__, impl, inputs.raw, "kernel_tree")(inputs, trees, state)

@@ -9,10 +9,13 @@ them. A row must see all that the rows it sees do.
 """
 
 # mypy: ignore-errors
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from specdec_kernels.linear_attention.types import LEAST_DECAY
+from specdec_kernels.linear_attention.api import key_heads
+from specdec_kernels.linear_attention.types import LEAST_DECAY, DeltaState
 
 LEAST_LANES = 16
 """Of a tile that is multiplied."""
@@ -24,31 +27,40 @@ def log_decay(decay):
     return tl.log(tl.maximum(decay, _LEAST_DECAY))
 
 
+class Static(NamedTuple):
+    """Compile-time sizes of the kernels of this family."""
+
+    H: int
+    HV: int
+    DK: int
+    DV: int
+    C: int  # channels
+    SIZE: int = 0  # rows that are solved at once
+    PART: int = 0  # keys of a row that one product takes
+    PRECISION: str = ""  # of the products
+
+
+def static_of(state: DeltaState, **solved: Any) -> Static:
+    """The sizes of a layer's state, or of several."""
+    heads, dk, dv = state.ssm.shape[-3:]
+    return Static(key_heads(state), heads, dk, dv, state.conv.shape[-1], **solved)
+
+
 @triton.jit
-def matrices(
-    of_row,  # [SIZE, 1] pointers to `mixed` of the rows
-    query,  # channel of the head's first query
-    real,  # [SIZE]: rows that are read
-    sees,  # [SIZE, SIZE]
-    log,  # [SIZE]: log decays
-    beta,  # [SIZE]
-    H: tl.constexpr,
-    DK: tl.constexpr,
-    SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """M and T [SIZE, SIZE]."""
-    i, part = tl.arange(0, SIZE), tl.arange(0, PART)
-    queried = tl.zeros((SIZE, SIZE), tl.float32)
-    alike = tl.zeros((SIZE, SIZE), tl.float32)
-    for first in tl.range(0, DK, PART):
+def matrices(of_row, query, real, sees, log, beta, S: tl.constexpr):
+    """M and T [SIZE, SIZE], from pointers to `mixed` of the rows [SIZE, 1], the channel of the head's first query,
+    whether a row is `real` [SIZE] and `sees` [SIZE, SIZE], log decays and shares [SIZE]."""
+    KEYS: tl.constexpr = S.H * S.DK  # channel of the first key
+    i, part = tl.arange(0, S.SIZE), tl.arange(0, S.PART)
+    queried = tl.full([S.SIZE, S.SIZE], 0.0, tl.float32)
+    alike = tl.full([S.SIZE, S.SIZE], 0.0, tl.float32)
+    for first in tl.range(0, S.DK, S.PART):
         key = first + part
-        inside = real[:, None] & (key < DK)[None, :]
-        k = tl.load(of_row + (H * DK + query + key)[None, :], mask=inside, other=0.0)
+        inside = real[:, None] & (key < S.DK)[None, :]
+        k = tl.load(of_row + (KEYS + query + key)[None, :], mask=inside, other=0.0)
         q = tl.load(of_row + (query + key)[None, :], mask=inside, other=0.0)
-        alike += tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        queried += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        alike += tl.dot(k, tl.trans(k), input_precision=S.PRECISION)
+        queried += tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
     logs = tl.where(sees, log[None, :], 0.0)
     # The sum of what i sees and j does not: G_i - G_j would lose its digits behind a decay of almost zero. Zeros and
     # ones are exact in half precision, and logarithms are the sum of two halves.
@@ -57,7 +69,7 @@ def matrices(
     gaps = tl.dot((logs - high.to(tl.float32)).to(tl.float16), hidden, tl.dot(high, hidden))
     shares = tl.where(sees, tl.exp(gaps), 0.0)
     a = tl.where(i[:, None] > i[None, :], beta[:, None] * shares * alike, 0.0)
-    return shares * queried, _inverse(a, SIZE, PRECISION)
+    return shares * queried, _inverse(a, S.SIZE, S.PRECISION)
 
 
 @triton.jit

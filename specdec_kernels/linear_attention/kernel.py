@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.linear_attention.api import key_heads
 from specdec_kernels.linear_attention.configs import CONFIGS
+from specdec_kernels.linear_attention.device import static_of
 from specdec_kernels.linear_attention.types import DeltaInputs, DeltaState, DeltaWeights, Paths, RowLinks
 
 _EPS = tl.constexpr(1e-6)
@@ -25,27 +26,15 @@ def _softplus(x):
 
 
 @triton.jit
-def _convolution(
-    qkv_ptr,
-    weight_ptr,
-    kept_ptr,
-    parents_ptr,
-    row,
-    slot,
-    channel,
-    inside,
-    own,
-    stride,
-    C: tl.constexpr,
-    TAPS: tl.constexpr,
-):
+def _convolution(qkv_ptr, weight_ptr, kept_ptr, links, row, slot, channel, inside, own, stride, TAPS: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
     """[ROWS, BLOCK] float32: the sum over the taps. `own` are the rows' inputs, `kept_ptr` the state of the slots."""
     known = channel < C
     weight = tl.load(weight_ptr + channel * TAPS + TAPS - 1, mask=known, other=0.0).to(tl.float32)
     total = own.to(tl.float32) * weight[None, :]
     before = slot * 0
     for tap in tl.static_range(1, TAPS):
-        parent = tl.load(parents_ptr + row, mask=row >= 0, other=-1).to(tl.int64)
+        parent = tl.load(links.parents + row, mask=row >= 0, other=-1).to(tl.int64)
         row = parent
         before += (row < 0).to(tl.int64)
         here = inside & (row >= 0)[:, None]
@@ -58,75 +47,54 @@ def _convolution(
     return total
 
 
-# More than 16 run-time arguments: inputs, weights, state, links and results of a row, in one launch.
 @triton.jit(do_not_specialize=["rows", "qkv_stride", "b_stride", "a_stride"])
 def _inputs_kernel(
     qkv_ptr,  # [rows, C]
     b_ptr,  # [rows, HV]
     a_ptr,  # [rows, HV]
-    weight_ptr,  # [C, TAPS]
-    a_log_ptr,  # [HV] float32
-    dt_bias_ptr,  # [HV] float32
+    weights,  # DeltaWeights
     kept_ptr,  # [S, TAPS - 1, C]
-    parents_ptr,  # [rows] int32
-    slots_ptr,  # [rows] int64
-    mixed_ptr,  # [rows, C] float32
-    decay_ptr,  # [rows, HV] float32
-    beta_ptr,  # [rows, HV] float32
-    raw_ptr,  # [rows, C]
+    links,  # RowLinks
+    out,  # DeltaInputs, written
     rows,
     qkv_stride,
     b_stride,
     a_stride,
     scale,  # 1 / sqrt(DK)
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
     TAPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    S: tl.constexpr,  # Static
 ):
-    C: tl.constexpr = 2 * H * DK + HV * DV
     head = tl.program_id(1)  # queries, keys, values
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < rows
-    is_value = head >= 2 * H
+    is_value = head >= 2 * S.H
     lane = tl.arange(0, BLOCK)
-    width = tl.where(is_value, DV, DK)
-    first = tl.where(is_value, 2 * H * DK + (head - 2 * H) * DV, head * DK)
-    channel = tl.where(lane < width, first + lane, C)
+    width = tl.where(is_value, S.DV, S.DK)
+    first = tl.where(is_value, 2 * S.H * S.DK + (head - 2 * S.H) * S.DV, head * S.DK)
+    channel = tl.where(lane < width, first + lane, S.C)
     inside = real[:, None] & (lane < width)[None, :]
-    slot = tl.load(slots_ptr + row, mask=real, other=-1)
+    slot = tl.load(links.slots + row, mask=real, other=-1)
     own = tl.load(qkv_ptr + row[:, None] * qkv_stride + channel[None, :], mask=inside, other=0.0)
-    at = row[:, None] * C + channel[None, :]
-    tl.store(raw_ptr + at, own, mask=inside)
+    at = row[:, None] * S.C + channel[None, :]
+    tl.store(out.raw + at, own, mask=inside)
+    here = tl.where(real, row, -1)
     total = _convolution(
-        qkv_ptr,
-        weight_ptr,
-        kept_ptr,
-        parents_ptr,
-        tl.where(real, row, -1),
-        slot,
-        channel,
-        inside,
-        own,
-        qkv_stride,
-        C,
-        TAPS,
-    )
+        qkv_ptr, weights.conv, kept_ptr, links, here, slot, channel, inside, own, qkv_stride, TAPS, S.C
+    )  # fmt: skip
     total = total.to(own.dtype).to(tl.float32)
     active = (total * tl.sigmoid(total)).to(own.dtype).to(tl.float32)
     norm = 1.0 / tl.sqrt_rn(tl.sum(active * active, 1) + _EPS)
-    factor = tl.where(is_value, 1.0, norm) * tl.where(head < H, scale, 1.0)
-    tl.store(mixed_ptr + at, active * factor[:, None], mask=inside)
+    factor = tl.where(is_value, 1.0, norm) * tl.where(head < S.H, scale, 1.0)
+    tl.store(out.mixed + at, active * factor[:, None], mask=inside)
     if is_value:
-        value = head - 2 * H
+        value = head - 2 * S.H
         a = tl.load(a_ptr + row * a_stride + value, mask=real, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + row * b_stride + value, mask=real, other=0.0).to(tl.float32)
-        step = _softplus(a + tl.load(dt_bias_ptr + value))
-        tl.store(decay_ptr + row * HV + value, tl.exp(-tl.exp(tl.load(a_log_ptr + value)) * step), mask=real)
-        tl.store(beta_ptr + row * HV + value, tl.sigmoid(b), mask=real)
+        step = _softplus(a + tl.load(weights.dt_bias + value))
+        tl.store(out.decay + row * S.HV + value, tl.exp(-tl.exp(tl.load(weights.a_log + value)) * step), mask=real)
+        tl.store(out.beta + row * S.HV + value, tl.sigmoid(b), mask=real)
 
 
 @triton.jit
@@ -141,68 +109,55 @@ def delta_step(state, q, k, v, decay, beta):
 
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _rule_kernel(
-    mixed_ptr,  # [L, rows, C] float32
-    decay_ptr,  # [L, rows, HV] float32
-    beta_ptr,  # [L, rows, HV] float32
+    inputs,  # DeltaInputs of L layers
     ssm_ptr,  # [L, slots, HV, DK, DV] float32, written where a path ends in a slot
-    order_ptr,  # [E] int32
-    first_ptr,  # [W] int32
-    counts_ptr,  # [W] int32
-    starts_ptr,  # [W] int64
-    ends_ptr,  # [W] int64 or None
-    owners_ptr,  # [rows] int32 or None
+    paths,  # Paths; all end somewhere or none, and there are owners if there is `out`
     out_ptr,  # [rows, HV, DV] or None
     rows,
     slots,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    S: tl.constexpr,  # Static
 ):
-    C: tl.constexpr = 2 * H * DK + HV * DV
     path, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    tiles = tl.cdiv(DV, BLOCK_V)
+    tiles = tl.cdiv(S.DV, BLOCK_V)
     head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
-    count = tl.load(counts_ptr + path)
-    start = tl.load(starts_ptr + path)
+    count = tl.load(paths.counts + path)
+    start = tl.load(paths.starts + path)
     end = start * 0 - 1
-    if ends_ptr is not None:
-        end = tl.load(ends_ptr + path)
+    if paths.ends is not None:
+        end = tl.load(paths.ends + path)
     if (count == 0) & ((end < 0) | (end == start)):
         return
-    first = tl.load(first_ptr + path).to(tl.int64)
+    first = tl.load(paths.first + path).to(tl.int64)
     key = tl.arange(0, BLOCK_K)
     value = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_tile = (key < DK)[:, None] & (value < DV)[None, :]
-    place = key[:, None] * DV + value[None, :]
-    of_layer = ssm_ptr + layer * slots * (HV * DK * DV) + head * (DK * DV) + place
-    state = tl.load(of_layer + start * (HV * DK * DV), mask=in_tile & (start >= 0), other=0.0)
-    query = head // (HV // H) * DK + key
+    in_tile = (key < S.DK)[:, None] & (value < S.DV)[None, :]
+    place = key[:, None] * S.DV + value[None, :]
+    of_layer = ssm_ptr + layer * slots * (S.HV * S.DK * S.DV) + head * (S.DK * S.DV) + place
+    state = tl.load(of_layer + start * (S.HV * S.DK * S.DV), mask=in_tile & (start >= 0), other=0.0)
+    query = head // (S.HV // S.H) * S.DK + key
     for i in tl.range(0, count):
-        row = tl.load(order_ptr + first + i).to(tl.int64)
+        row = tl.load(paths.order + first + i).to(tl.int64)
         at = layer * rows + row
-        q = tl.load(mixed_ptr + at * C + query, mask=key < DK, other=0.0)
-        k = tl.load(mixed_ptr + at * C + H * DK + query, mask=key < DK, other=0.0)
-        v = tl.load(mixed_ptr + at * C + 2 * H * DK + head * DV + value, mask=value < DV, other=0.0)
-        decay, beta = tl.load(decay_ptr + at * HV + head), tl.load(beta_ptr + at * HV + head)
+        q = tl.load(inputs.mixed + at * S.C + query, mask=key < S.DK, other=0.0)
+        k = tl.load(inputs.mixed + at * S.C + S.H * S.DK + query, mask=key < S.DK, other=0.0)
+        v = tl.load(inputs.mixed + at * S.C + 2 * S.H * S.DK + head * S.DV + value, mask=value < S.DV, other=0.0)
+        decay, beta = tl.load(inputs.decay + at * S.HV + head), tl.load(inputs.beta + at * S.HV + head)
         state, o = delta_step(state, q, k, v, decay, beta)
         if out_ptr is not None:
-            mine = tl.load(owners_ptr + row) == path
-            tl.store(out_ptr + (row * HV + head) * DV + value, o.to(out_ptr.dtype.element_ty), mask=(value < DV) & mine)
-    tl.store(of_layer + end * (HV * DK * DV), state, mask=in_tile & (end >= 0))
+            mine = tl.load(paths.owners + row) == path
+            tl.store(
+                out_ptr + (row * S.HV + head) * S.DV + value, o.to(out_ptr.dtype.element_ty), mask=(value < S.DV) & mine
+            )
+    tl.store(of_layer + end * (S.HV * S.DK * S.DV), state, mask=in_tile & (end >= 0))
 
 
 @triton.jit(do_not_specialize=["rows", "slots"])
 def _tail_kernel(
     raw_ptr,  # [L, rows, C]
     kept_ptr,  # [L, slots, TAPS - 1, C], written where a path ends in a slot
-    order_ptr,  # [E] int32
-    first_ptr,  # [W] int32
-    counts_ptr,  # [W] int32
-    starts_ptr,  # [W] int64
-    ends_ptr,  # [W] int64
+    paths,  # Paths
     rows,
     slots,
     C: tl.constexpr,
@@ -211,15 +166,15 @@ def _tail_kernel(
 ):
     path, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    first, count = tl.load(first_ptr + path).to(tl.int64), tl.load(counts_ptr + path)
-    start, end = tl.load(starts_ptr + path), tl.load(ends_ptr + path)
+    first, count = tl.load(paths.first + path).to(tl.int64), tl.load(paths.counts + path)
+    start, end = tl.load(paths.starts + path), tl.load(paths.ends + path)
     inside = (channel < C) & (end >= 0)
     of_layer = kept_ptr + layer * slots * ((TAPS - 1) * C) + channel
     # In ascending order: an input that moves within its slot comes from a later place.
     for place in tl.static_range(TAPS - 1):
         back = TAPS - 1 - place  # inputs before the end of the path
         drawn = (back <= count) & (end >= 0)
-        row = tl.load(order_ptr + first + count - back, mask=drawn, other=0).to(tl.int64)
+        row = tl.load(paths.order + first + count - back, mask=drawn, other=0).to(tl.int64)
         x = tl.load(raw_ptr + (layer * rows + row) * C + channel, mask=inside & drawn, other=0.0)
         old = inside & (back > count) & (start >= 0)
         x += tl.load(of_layer + (start * (TAPS - 1) + place + count) * C, mask=old, other=0.0)
@@ -263,12 +218,9 @@ def delta_rule_inputs(
     launch(
         _inputs_kernel,
         (triton.cdiv(rows, block), 2 * groups + heads),
-        *(qkv, b, a, *weights, state.conv, *links, *out, rows, qkv.stride(0), b.stride(0), a.stride(0), dk**-0.5),
+        *(qkv, b, a, weights, state.conv, links, out, rows, qkv.stride(0), b.stride(0), a.stride(0), dk**-0.5),
         num_warps=1,
-        H=groups,
-        HV=heads,
-        DK=dk,
-        DV=dv,
+        S=static_of(state),
         TAPS=weights.conv.shape[1],
         ROWS=block,
         BLOCK=lanes(max(dk, dv)),
@@ -313,12 +265,9 @@ def _follow(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | 
     launch(
         _rule_kernel,
         (len(paths.first), heads * triton.cdiv(dv, values), layers),
-        *(inputs.mixed, inputs.decay, inputs.beta, state.ssm, *paths[:6], out, rows, slots),
+        *(inputs, state.ssm, paths, out, rows, slots),
         num_warps=1,
-        H=key_heads(state),
-        HV=heads,
-        DK=dk,
-        DV=dv,
+        S=static_of(state),
         BLOCK_K=lanes(dk),
         BLOCK_V=values,
     )
@@ -334,7 +283,7 @@ def keep_inputs(raw: Tensor, paths: Paths, state: DeltaState) -> None:
     launch(
         _tail_kernel,
         (len(paths.first), triton.cdiv(channels, block), layers),
-        *(raw, state.conv, *paths[:5], rows, slots),
+        *(raw, state.conv, paths, rows, slots),
         C=channels,
         TAPS=state.conv.shape[2] + 1,
         BLOCK=block,

@@ -11,134 +11,123 @@ and the second takes the state S through the chunks of a segment:
 """
 
 # mypy: ignore-errors
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.linear_attention.api import key_heads
 from specdec_kernels.linear_attention.configs import CONFIGS
-from specdec_kernels.linear_attention.device import LEAST_LANES, log_decay, matrices
+from specdec_kernels.linear_attention.device import LEAST_LANES, log_decay, matrices, static_of
 from specdec_kernels.linear_attention.kernel import keep_inputs, refuse_float64
 from specdec_kernels.linear_attention.types import CHUNK, Chunks, DeltaInputs, DeltaState, Paths
 
 
+class Solved(NamedTuple):
+    """What the first kernel makes of the rows."""
+
+    log: Any  # [R, HV] float32: G
+    keys: Any  # [R, HV, DK] float32: W
+    vals: Any  # [R, HV, DV] float32: U; not `values`, which is an attribute of every tuple in Triton
+    shares: Any  # [R, HV, SIZE] float32: M
+
+
 @triton.jit
 def _chunk_kernel(
-    mixed_ptr,  # [R, C] float32
-    decay_ptr,  # [R, HV] float32
-    beta_ptr,  # [R, HV] float32
+    inputs,  # DeltaInputs
     whole_ptr,  # [R / SIZE] int32
-    log_ptr,  # [R, HV] float32: G
-    keys_ptr,  # [R, HV, DK] float32: W
-    values_ptr,  # [R, HV, DV] float32: U
-    shares_ptr,  # [R, HV, SIZE] float32: M
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    SIZE: tl.constexpr,
-    PART: tl.constexpr,
-    PRECISION: tl.constexpr,
+    solved,  # Solved, written
+    S: tl.constexpr,  # Static
 ):
-    C: tl.constexpr = 2 * H * DK + HV * DV
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(whole_ptr + chunk) == 0:
         return
-    i, part = tl.arange(0, SIZE), tl.arange(0, PART)
-    row = chunk * SIZE + i
-    of_row = mixed_ptr + row[:, None] * C
-    query = head // (HV // H) * DK
-    log, beta = log_decay(tl.load(decay_ptr + row * HV + head)), tl.load(beta_ptr + row * HV + head)
+    i, part = tl.arange(0, S.SIZE), tl.arange(0, S.PART)
+    row = chunk * S.SIZE + i
+    of_row = inputs.mixed + row[:, None] * S.C
+    query = head // (S.HV // S.H) * S.DK
+    log, beta = log_decay(tl.load(inputs.decay + row * S.HV + head)), tl.load(inputs.beta + row * S.HV + head)
     total, sees = tl.cumsum(log, 0), i[:, None] >= i[None, :]
-    seen, inverse = matrices(of_row, query, i >= 0, sees, log, beta, H, DK, SIZE, PART, PRECISION)
-    tl.store(shares_ptr + (row[:, None] * HV + head) * SIZE + i[None, :], seen)
-    tl.store(log_ptr + row * HV + head, total)
-    for first in tl.range(0, DK, PART):
+    seen, inverse = matrices(of_row, query, i >= 0, sees, log, beta, S)
+    tl.store(solved.shares + (row[:, None] * S.HV + head) * S.SIZE + i[None, :], seen)
+    tl.store(solved.log + row * S.HV + head, total)
+    for first in tl.range(0, S.DK, S.PART):
         key = first + part
-        k = tl.load(of_row + (H * DK + query + key)[None, :], mask=(key < DK)[None, :], other=0.0)
-        w = tl.dot(inverse, (beta * tl.exp(total))[:, None] * k, input_precision=PRECISION)
-        tl.store(keys_ptr + (row[:, None] * HV + head) * DK + key[None, :], w, mask=(key < DK)[None, :])
-    for first in tl.range(0, DV, PART):
+        k = tl.load(of_row + (S.H * S.DK + query + key)[None, :], mask=(key < S.DK)[None, :], other=0.0)
+        w = tl.dot(inverse, (beta * tl.exp(total))[:, None] * k, input_precision=S.PRECISION)
+        tl.store(solved.keys + (row[:, None] * S.HV + head) * S.DK + key[None, :], w, mask=(key < S.DK)[None, :])
+    for first in tl.range(0, S.DV, S.PART):
         value = first + part
-        of_value = of_row + (2 * H * DK + head * DV + value)[None, :]
-        v = tl.load(of_value, mask=(value < DV)[None, :], other=0.0)
-        u = tl.dot(inverse, beta[:, None] * v, input_precision=PRECISION)
-        tl.store(values_ptr + (row[:, None] * HV + head) * DV + value[None, :], u, mask=(value < DV)[None, :])
+        of_value = of_row + (2 * S.H * S.DK + head * S.DV + value)[None, :]
+        v = tl.load(of_value, mask=(value < S.DV)[None, :], other=0.0)
+        u = tl.dot(inverse, beta[:, None] * v, input_precision=S.PRECISION)
+        tl.store(solved.vals + (row[:, None] * S.HV + head) * S.DV + value[None, :], u, mask=(value < S.DV)[None, :])
 
 
 @triton.jit
 def _scan_kernel(
     mixed_ptr,  # [R, C] float32
-    log_ptr,  # [R, HV] float32
-    keys_ptr,  # [R, HV, DK] float32
-    values_ptr,  # [R, HV, DV] float32
-    shares_ptr,  # [R, HV, SIZE] float32
-    ssm_ptr,  # [slots, HV, DK, DV] float32, written at `ends`
-    first_ptr,  # [P] int32
-    counts_ptr,  # [P] int32
-    starts_ptr,  # [P] int64
-    ends_ptr,  # [P] int64
+    solved,  # Solved
+    ssm_ptr,  # [slots, HV, DK, DV] float32, written where segments end
+    chunks,  # Chunks
     out_ptr,  # [R, HV, DV]
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    SIZE: tl.constexpr,
-    PART: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    S: tl.constexpr,  # Static
 ):
-    C: tl.constexpr = 2 * H * DK + HV * DV
+    DK: tl.constexpr = S.DK
+    PART: tl.constexpr = S.PART
     segment = tl.program_id(0)
-    tiles = tl.cdiv(DV, BLOCK_V)
+    tiles = tl.cdiv(S.DV, BLOCK_V)
     head, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
-    count = tl.load(counts_ptr + segment)
+    count = tl.load(chunks.counts + segment)
     if count == 0:
         return
-    first = tl.load(first_ptr + segment).to(tl.int64)
-    start, end = tl.load(starts_ptr + segment), tl.load(ends_ptr + segment)
-    i, part = tl.arange(0, SIZE), tl.arange(0, PART)
+    first = tl.load(chunks.first + segment).to(tl.int64)
+    start, end = tl.load(chunks.starts + segment), tl.load(chunks.ends + segment)
+    i, part = tl.arange(0, S.SIZE), tl.arange(0, PART)
     value = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_tile = (value < DV)[None, :]
-    of_head = ssm_ptr + head * (DK * DV) + value[None, :]
-    query = head // (HV // H) * DK
+    in_tile = (value < S.DV)[None, :]
+    of_head = ssm_ptr + head * (DK * S.DV) + value[None, :]
+    query = head // (S.HV // S.H) * DK
     # The state by parts of the keys: each product needs one of them and a part of the rows' keys.
     state = ()
     for at in tl.static_range(0, DK, PART):
         key = at + part
         inside = (key < DK)[:, None] & in_tile & (start >= 0)
-        state = state + (tl.load(of_head + start * (HV * DK * DV) + key[:, None] * DV, mask=inside, other=0.0),)
+        state = state + (tl.load(of_head + start * (S.HV * DK * S.DV) + key[:, None] * S.DV, mask=inside, other=0.0),)
     for chunk in tl.range(0, count):
-        row = (first + chunk) * SIZE + i
-        of_value = (row * HV + head)[:, None] * DV + value[None, :]
-        of_row = mixed_ptr + row[:, None] * C + query
-        total = tl.load(log_ptr + row * HV + head)
-        difference = tl.load(values_ptr + of_value, mask=in_tile, other=0.0)
-        o = tl.zeros((SIZE, BLOCK_V), tl.float32)
+        row = (first + chunk) * S.SIZE + i
+        of_value = (row * S.HV + head)[:, None] * S.DV + value[None, :]
+        of_row = mixed_ptr + row[:, None] * S.C + query
+        total = tl.load(solved.log + row * S.HV + head)
+        difference = tl.load(solved.vals + of_value, mask=in_tile, other=0.0)
+        o = tl.full([S.SIZE, BLOCK_V], 0.0, tl.float32)
         for at in tl.static_range(0, DK, PART):
             key = at + part
-            w = tl.load(keys_ptr + (row * HV + head)[:, None] * DK + key[None, :], mask=(key < DK)[None, :], other=0.0)
-            difference -= tl.dot(w, state[at // PART], input_precision=PRECISION)
+            w = tl.load(
+                solved.keys + (row * S.HV + head)[:, None] * DK + key[None, :], mask=(key < DK)[None, :], other=0.0
+            )
+            difference -= tl.dot(w, state[at // PART], input_precision=S.PRECISION)
             q = tl.load(of_row + key[None, :], mask=(key < DK)[None, :], other=0.0)
-            o += tl.dot(q, state[at // PART], input_precision=PRECISION)
-        seen = tl.load(shares_ptr + (row * HV + head)[:, None] * SIZE + i[None, :])
-        o = tl.exp(total)[:, None] * o + tl.dot(seen, difference, input_precision=PRECISION)
+            o += tl.dot(q, state[at // PART], input_precision=S.PRECISION)
+        seen = tl.load(solved.shares + (row * S.HV + head)[:, None] * S.SIZE + i[None, :])
+        o = tl.exp(total)[:, None] * o + tl.dot(seen, difference, input_precision=S.PRECISION)
         tl.store(out_ptr + of_value, o.to(out_ptr.dtype.element_ty), mask=in_tile)
-        last = tl.sum(tl.where(i == SIZE - 1, total, 0.0), 0)
+        last = tl.sum(tl.where(i == S.SIZE - 1, total, 0.0), 0)
         after = ()
         for at in tl.static_range(0, DK, PART):
             key = at + part
-            k = tl.load(of_row + (H * DK + key)[None, :], mask=(key < DK)[None, :], other=0.0)
+            k = tl.load(of_row + (S.H * DK + key)[None, :], mask=(key < DK)[None, :], other=0.0)
             k *= tl.exp(last - total)[:, None]
-            added = tl.dot(tl.trans(k), difference, input_precision=PRECISION)
+            added = tl.dot(tl.trans(k), difference, input_precision=S.PRECISION)
             after = after + (tl.exp(last) * state[at // PART] + added,)
         state = after
     for at in tl.static_range(0, DK, PART):
         key = at + part
         inside = (key < DK)[:, None] & in_tile
-        tl.store(of_head + end * (HV * DK * DV) + key[:, None] * DV, state[at // PART], mask=inside)
+        tl.store(of_head + end * (S.HV * DK * S.DV) + key[:, None] * S.DV, state[at // PART], mask=inside)
 
 
 def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) -> Tensor:
@@ -146,29 +135,26 @@ def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) ->
     mixed, (heads, dk, dv), rows = inputs.mixed, state.ssm.shape[1:], len(inputs.raw)
     config = CONFIGS[current_chip(inputs.raw)]
     out = inputs.raw.new_zeros((rows, heads, dv))
-    logs = torch.empty_like(inputs.decay)
-    keys, values, shares = (mixed.new_empty((rows, heads, width)) for width in (dk, dv, CHUNK))
-    sizes = dict(H=key_heads(state), HV=heads, DK=dk, DV=dv, SIZE=CHUNK)
+    solved = Solved(
+        torch.empty_like(inputs.decay), *(mixed.new_empty((rows, heads, width)) for width in (dk, dv, CHUNK))
+    )
     precision = "ieee" if inputs.raw.dtype == torch.float32 else config.precision
+    static = static_of(state, SIZE=CHUNK, PART=config.chunk_part, PRECISION=precision)
     launch(
         _chunk_kernel,
         (len(chunks.whole), heads),
-        *(mixed, inputs.decay, inputs.beta, chunks.whole, logs, keys, values, shares),
+        *(inputs, chunks.whole, solved),
         num_warps=config.chunk_warps,
-        PART=config.chunk_part,
-        PRECISION=precision,
-        **sizes,
+        S=static,
     )
     block = max(LEAST_LANES, min(config.chunk_values, lanes(dv)))
     launch(
         _scan_kernel,
         (len(chunks.first), heads * triton.cdiv(dv, block)),
-        *(mixed, logs, keys, values, shares, state.ssm, *chunks[:4], out),
+        *(mixed, solved, state.ssm, chunks, out),
         num_stages=1,
-        PART=config.part,
         BLOCK_V=block,
-        PRECISION=precision,
-        **sizes,
+        S=static._replace(PART=config.part),
     )
     order = torch.arange(rows, dtype=torch.int32, device=mixed.device)
     ends = torch.where(chunks.counts > 0, chunks.ends, -1)

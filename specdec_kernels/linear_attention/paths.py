@@ -93,7 +93,7 @@ def prompt_paths(
     parents = torch.where(padding | (order == firsts[of_row]), -1, order - 1)
     links = RowLinks(parents.int(), torch.where(padding, -1, begins[of_row]))
     counts = torch.where(slots < 0, 0, counts)
-    return links, Paths(order, firsts.int(), counts, begins, slots, owners, complete=False)
+    return links, Paths(order, firsts.int(), counts, begins, slots, owners)
 
 
 def chunk_paths(

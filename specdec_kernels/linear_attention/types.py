@@ -41,8 +41,8 @@ class DeltaInputs(NamedTuple):
 class RowLinks(NamedTuple):
     """What precedes each row."""
 
-    parents: Tensor  # [R] int32: row of the token before, -1 where the state of the slot precedes
-    slots: Tensor  # [R] int64: state slot, -1 for zeros
+    parents: Annotated[Tensor, "R int32"]  # row of the token before, -1 where the state of the slot precedes
+    slots: Annotated[Tensor, "R int64"]  # state slot, -1 for zeros
 
 
 class Paths(NamedTuple):
@@ -54,14 +54,18 @@ class Paths(NamedTuple):
     starts: Annotated[Tensor, "W int64"]  # slot whose state the path starts from, -1 for zeros
     ends: Annotated[Tensor | None, "W int64"] = None  # slot of the state after the path, -1 for none; None: all none
     owners: Annotated[Tensor | None, "R int32"] = None  # the path that writes the output of a row, -1 for none
-    complete: bool = True  # every row has an owner
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row has an owner: those of chains and trees, whose paths end in no slot."""
+        return self.ends is None
 
 
 class Trees(NamedTuple):
     """B trees of N nodes, row b N + i for node i of request b. Parents have lower numbers than their children."""
 
-    mask: Tensor  # [B, N, 1] int64, bit j of row i: node i sees node j, as in `TreeLinks`
-    slots: Tensor  # [B] int64: slot whose state precedes the roots, -1 for zeros
+    mask: Annotated[Tensor, "B N 1 int64"]  # bit j of row i: node i sees node j, as in `TreeLinks`
+    slots: Annotated[Tensor, "B int64"]  # slot whose state precedes the roots, -1 for zeros
 
 
 class Chunks(NamedTuple):

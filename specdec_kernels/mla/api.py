@@ -1,6 +1,11 @@
-"""Public functions of latent attention: what their arguments must be, and which implementation runs."""
+"""Public functions of latent attention: what their arguments must be, and which implementation runs.
+
+ValueError where a shape, dtype, device, layout or option does not fit; the message names expected and actual.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,15 +14,17 @@ from specdec_kernels.attention.api import bounded_length, check_draft, check_len
 from specdec_kernels.attention.types import AttentionMetadata
 from specdec_kernels.checks import (
     expect_at_least_one,
-    expect_contiguous,
     expect_dtype,
     expect_same_device,
     expect_shape,
+    expect_strided,
+    expect_tensors,
 )
 from specdec_kernels.launch import dispatch
 from specdec_kernels.mla.types import LatentStore, MlaCall
 
 _DIM_STEP = 16
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _UNKNOWN = ("window", "soft_cap", "depths", "row_depths")
 
 
@@ -41,29 +48,18 @@ def mla_attention(
             head dimension before absorption (DeepSeek: (128 + 64) ** -0.5 and a factor of its YaRN table).
         split_tokens: fewest keys a program works on before partial results are merged, default from the static table.
         batch_invariant: splits at fixed positions and one tile for any number of rows, so that the bits of a row depend
-            on its own keys alone. For chains and blocks: a
-            node of a tree is a chain of its path.
-
-    Raises:
-        ValueError: a shape, dtype, device, layout or option does not fit; the message names expected and actual.
+            on its own keys alone. For chains and blocks: a node of a tree is a chain of its path.
     """
     call = _checked(MlaCall(q_latent, q_rope, cache, metadata, split_tokens, batch_invariant))
     return dispatch("mla_attention", __package__, impl, q_latent)(call)
 
 
 def mla_attention_with_lse(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    split_tokens: int | None = None,
-    batch_invariant: bool = False,
-    impl: str = "auto",
+    q_latent: Tensor, q_rope: Tensor, cache: Tensor, metadata: AttentionMetadata, *, impl: str = "auto", **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """`mla_attention`, and the log-sum-exp (natural logarithm) of each row's scaled scores: (out, lse [B, N, H]
-    float32, float64 for float64 input)."""
-    call = _checked(MlaCall(q_latent, q_rope, cache, metadata, split_tokens, batch_invariant))
+    """`mla_attention`, whose `options` it takes, and the log-sum-exp (natural logarithm) of each row's scaled scores:
+    (out, lse [B, N, H] float32, float64 for float64 input)."""
+    call = _checked(MlaCall(q_latent, q_rope, cache, metadata, **options))
     return dispatch("mla_attention_with_lse", __package__, impl, q_latent)(call)
 
 
@@ -98,31 +94,21 @@ def write_latent(
 
     Returns:
         [T, H, rope], contiguous, dtype of q.
-
-    Raises:
-        ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
     """
-    expect_shape("q", q, (None, None, None))
+    expect_strided(q=(q, (None, None, None), _FLOATS))
     tokens, _, width = q.shape
-    expect_shape("norm", norm, (None,))
-    row = norm.shape[0] + width
     if width % 2 or not width:
         raise ValueError(f"q: expected an even last dimension, got {width}")
-    expect_shape("kv", kv, (tokens, row))
-    expect_shape("cache", cache, (None, None, row))
-    expect_dtype("q", q, torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    for name, tensor in (("kv", kv), ("cache", cache), ("norm", norm)):
-        expect_dtype(name, tensor, q.dtype)
-    for name, index in (("slots", slots), ("positions", positions)):
-        expect_shape(name, index, (tokens,))
-        expect_dtype(name, index, torch.int64)
-    expect_shape("rope", rope, (None, width))
-    expect_dtype("rope", rope, torch.float64 if q.dtype == torch.float64 else torch.float32)
-    expect_same_device(q=q, kv=kv, cache=cache, slots=slots, positions=positions, rope=rope, norm=norm)
-    expect_contiguous(cache=cache, slots=slots, positions=positions, rope=rope, norm=norm)
-    for name, tensor in (("q", q), ("kv", kv)):
-        if tensor.numel() and tensor.stride(-1) != 1:
-            raise ValueError(f"{name}: expected adjacent elements of a row, got strides {tensor.stride()}")
+    expect_tensors({"q": q}, norm=(norm, (None,), q.dtype))
+    row = norm.shape[0] + width
+    expect_strided(kv=(kv, (tokens, row), q.dtype))
+    expect_tensors(
+        {"q": q, "kv": kv, "norm": norm},
+        cache=(cache, (None, None, row), q.dtype),
+        slots=(slots, (tokens,), torch.int64),
+        positions=(positions, (tokens,), torch.int64),
+        rope=(rope, (None, width), torch.float64 if q.dtype == torch.float64 else torch.float32),
+    )
     store = LatentStore(kv, cache, slots, positions, rope, norm)
     out: Tensor = dispatch("write_latent", __package__, impl, q, "kernel_write")(q, store, eps, interleaved)
     return out
@@ -131,17 +117,11 @@ def write_latent(
 def head_product(x: Tensor, weight: Tensor, *, impl: str = "auto") -> Tensor:
     """x [T, H, K] by the matrix of each head, weight [H, K, N] of any strides: [T, H, N] in the dtype of x. By the
     kernel a token has the same bits for any T.
-
-    Raises:
-        ValueError: a shape, dtype, device or layout does not fit; the message names expected and actual.
     """
-    expect_shape("x", x, (None, None, None))
+    expect_strided(x=(x, (None, None, None), _FLOATS))
     expect_shape("weight", weight, (*x.shape[1:], None))
-    expect_dtype("x", x, torch.float32, torch.float16, torch.bfloat16, torch.float64)
     expect_dtype("weight", weight, x.dtype)
     expect_same_device(x=x, weight=weight)
-    if x.numel() and x.stride(-1) != 1:
-        raise ValueError(f"x: expected adjacent elements of a row, got strides {x.stride()}")
     out: Tensor = dispatch("head_product", __package__, impl, x, "kernel_heads")(x, weight)
     return out
 
@@ -157,11 +137,12 @@ def _checked(call: MlaCall) -> MlaCall:
         if size < _DIM_STEP or size % _DIM_STEP:
             raise ValueError(f"{name}: expected a last dimension that is a multiple of {_DIM_STEP}, got {size}")
     expect_shape("cache", cache, (None, None, latent + rope))
-    expect_dtype("q_latent", q_latent, torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    expect_dtype("q_rope", q_rope, q_latent.dtype)
-    expect_dtype("cache", cache, q_latent.dtype)
-    expect_same_device(q_latent=q_latent, q_rope=q_rope, cache=cache, lengths=metadata.lengths)
-    expect_contiguous(q_latent=q_latent, q_rope=q_rope, cache=cache)
+    expect_tensors(
+        {"lengths": metadata.lengths},
+        q_latent=(q_latent, q_latent.shape, _FLOATS),
+        q_rope=(q_rope, q_rope.shape, q_latent.dtype),
+        cache=(cache, cache.shape, q_latent.dtype),
+    )
     expect_shape("lengths", metadata.lengths, (batch,))
     check_lengths(metadata)
     check_draft(q_latent, metadata)

@@ -18,6 +18,7 @@ from specdec_kernels.kv_write.rope import rope_table
 from specdec_kernels.tree import build_tree
 
 _MAX_POS = 64
+_CHAINS = {1: "decode", 2: "chain2", 4: "chain4", 8: "chain8"}
 
 
 def mla_inputs(
@@ -138,11 +139,7 @@ COMPARISON = Comparison(
 
 
 _case = partial(case_of, "mla_attention_with_lse", mla_inputs)
-
-
 _write = partial(case_of, "write_latent", write_inputs)
-
-
 _heads = partial(case_of, "head_product", head_inputs)
 
 
@@ -213,12 +210,11 @@ CASES = (
     _gated("shipped_latent_256", "registers of a smaller latent", "chain", 4, latent=256, rope=32),
     _gated("shipped_latent_384", "registers of a latent in two blocks", "chain", 4, latent=384),
     _timed("mla_decode_b1_8k", "chain", 1, 1, 8192),
-    _timed("mla_decode_b8_8k", "chain", 1, 8, 8192),
-    _timed("mla_chain2_b8_8k", "chain", 2, 8, 8192),
-    _timed("mla_chain4_b8_8k", "chain", 4, 8, 8192),
-    _timed("mla_chain8_b8_8k", "chain", 8, 8, 8192),
-    _timed("mla_decode_b8_8k_16_heads", "chain", 1, 8, 8192, heads=16),
-    _timed("mla_chain4_b8_8k_16_heads", "chain", 4, 8, 8192, heads=16),
-    _timed("mla_chain8_b8_8k_16_heads", "chain", 8, 8, 8192, heads=16),
+    *(_timed(f"mla_{name}_b8_8k", "chain", nodes, 8, 8192) for nodes, name in _CHAINS.items()),
+    *(
+        _timed(f"mla_{name}_b8_8k_16_heads", "chain", nodes, 8, 8192, heads=16)
+        for nodes, name in _CHAINS.items()
+        if nodes != 2
+    ),
     _timed("mla_tree16_b8_8k", "tree", 16, 8, 8192),
 )

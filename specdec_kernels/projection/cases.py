@@ -11,7 +11,7 @@ import torch
 from specdec_kernels.all_reduce.cases import exchange_inputs
 from specdec_kernels.all_reduce.reference import words_of
 from specdec_kernels.all_reduce.types import SLOTS, Exchange, exchange_elements
-from specdec_kernels.cases import Comparison, Maker, case_of
+from specdec_kernels.cases import Case, Comparison, Maker, case_of
 from specdec_kernels.parity import bytes_in
 from specdec_kernels.projection.types import GROUP, ScaledWeight
 
@@ -176,7 +176,13 @@ _scaled_normed = partial(case_of, "linear_add_rms_norm", scaled_normed_inputs)
 _MAKERS = dict(gate_up=_gated, o=_normed, down=_normed)
 _SCALED_MAKERS = dict(gate_up=_scaled_gated, o=_scaled_normed, down=_scaled_normed)
 _FLOAT8_X: dict[str, Any] = dict(float8_x=True)
-_SHIPPED: dict[str, Any] = dict(gate=True, tags=_LARGE, batch_invariant=True)
+_GATED: dict[str, Any] = dict(gate=True, tags=_LARGE)
+_SHIPPED: dict[str, Any] = _GATED | dict(batch_invariant=True)
+
+
+def _timed(maker: Callable[..., Case], weight: str, rows: int, kind: str = "", **options: Any) -> Case:
+    name = f"{weight}{kind}_{rows}"
+    return maker(name, "the time of a step", rows, *WEIGHTS[weight], bench=True, tags=_LARGE, **options)
 
 
 CASES = (
@@ -198,47 +204,29 @@ CASES = (
     _linear("linear_129_rows", "rows past those of one program", 129, 48, 600, batch_invariant=True),
     _linear("linear_1_shipped", "registers, shared memory and tensor cores of few tiles", 1, 4096, 4096, gate=True),
     *(
-        _linear(
-            f"linear_{rows}_shipped",
-            "the same for more rows",
-            rows,
-            4096,
-            4096,
-            gate=True,
-            tags=_LARGE,
-            batch_invariant=True,
-        )
+        _linear(f"linear_{rows}_shipped", "the same for more rows", rows, 4096, 4096, **_SHIPPED)
         for rows in (32, 64, 128)
-    ),  # fmt: skip
+    ),
     *(
-        _linear(
-            f"linear_{rows}_wide_shipped",
-            "the same of many tiles",
-            rows,
-            49152,
-            576,
-            gate=True,
-            tags=_LARGE,
-            batch_invariant=True,
-        )
+        _linear(f"linear_{rows}_wide_shipped", "the same of many tiles", rows, 49152, 576, **_SHIPPED)
         for rows in (1, 64, 128)
-    ),  # fmt: skip
+    ),
     _linear("linear_bias_shipped", "the variant with a bias", 16, 960, 576, gate=True, bias=True),
     _gated("gated_no_rows", "launch on an empty grid", 0, 32, 16),
     _gated("gated_odd", "gate and up mixed at an odd width", 7, 90, 33),
     _gated("gated_batched", "leading dimensions", (2, 3), 64, 32),
     _gated("gated_small", "several tiles, several splits", 3, 3072, 576),
     _gated("gated_65_rows", "rows that go to torch and the activation kernel", 65, 48, 64),
-    _gated("gated_1_shipped", "registers of the split tile", 1, 24576, 4096, gate=True, tags=_LARGE),
-    _linear("linear_resident_rows_shipped", "the same beside more rows", 20, 17024, 256, gate=True, tags=_LARGE),
-    _linear("linear_resident_shipped", "registers of a resident weight", 1, 3072, 4096, gate=True, tags=_LARGE),
-    _gated("gated_pairs_shipped", "two programs a processor", 16, 12288, 4096, gate=True, tags=_LARGE),
-    _gated("gated_128_shipped", "the same at 128 rows", 128, 24576, 4096, gate=True, tags=_LARGE, batch_invariant=True),
+    _gated("gated_1_shipped", "registers of the split tile", 1, 24576, 4096, **_GATED),
+    _linear("linear_resident_rows_shipped", "the same beside more rows", 20, 17024, 256, **_GATED),
+    _linear("linear_resident_shipped", "registers of a resident weight", 1, 3072, 4096, **_GATED),
+    _gated("gated_pairs_shipped", "two programs a processor", 16, 12288, 4096, **_GATED),
+    _gated("gated_128_shipped", "the same at 128 rows", 128, 24576, 4096, **_SHIPPED),
     _normed("normed_no_rows", "launch on an empty grid", 0, 32, 16),
     _normed("normed_one_split", "the product itself taken for partial sums", 3, 45, 33),
     _normed("normed_splits", "partial sums of other rows or in another order", (2, 3), 70, 1100),
     _normed("normed_65_rows", "rows that go to torch and the norm kernel", 65, 48, 64),
-    _normed("normed_shipped", "registers of the norm of partial sums", 1, 4096, 4096, gate=True, tags=_LARGE),
+    _normed("normed_shipped", "registers of the norm of partial sums", 1, 4096, 4096, **_GATED),
     _argmax("argmax_no_rows", "launch on an empty grid", 0, 32, 16),
     _argmax("argmax_one", "one column", 1, 1, 16),
     _argmax("argmax_ties", "the highest of equal columns", 7, 700, 4),
@@ -249,8 +237,8 @@ CASES = (
     _chosen("chosen_of_four", "a rank left out", 4, 45, 33, ranks=4, rank=2),
     _chosen("chosen_shipped", "registers of the second kernel", 1, 75968, 64, gate=True),
     _argmax("argmax_65_rows", "rows that go to torch", 65, 48, 64),
-    _argmax("argmax_1_shipped", "registers of the reduction", 1, 49152, 576, gate=True, tags=_LARGE),
-    _argmax("argmax_64_shipped", "the same at 64 rows", 64, 151936, 64, gate=True, tags=_LARGE),
+    _argmax("argmax_1_shipped", "registers of the reduction", 1, 49152, 576, **_GATED),
+    _argmax("argmax_64_shipped", "the same at 64 rows", 64, 151936, 64, **_GATED),
     _argmax("8b_head_argmax_1", "greedy decode of one request", 1, *WEIGHTS["8b_head"], bench=True, tags=_LARGE),
     _argmax("8b_head_argmax_16", "greedy verify of one request", 16, *WEIGHTS["8b_head"], bench=True, tags=_LARGE),
     _scaled("scaled_no_rows", "launch on an empty grid", 0, 130, 16),
@@ -274,15 +262,7 @@ CASES = (
     _scaled_gated("scaled_gated_by_row", "the same for scales of rows", 3, 90, 33, groups=(1, 33)),
     _scaled_normed("scaled_normed", "scaled partial sums left to the norm", 3, 300, 1100),
     *(
-        maker(
-            f"{name}_shipped",
-            "registers and shared memory of float8 weights",
-            rows,
-            *WEIGHTS[weight],
-            gate=True,
-            tags=_LARGE,
-            **options,
-        )
+        maker(f"{name}_shipped", "resources of float8 weights", rows, *WEIGHTS[weight], **_GATED, **options)
         for name, maker, weight, rows, options in (
             *((f"scaled_{rows}", _scaled, "8b_qkv", rows, {}) for rows in (1, 32, 64, 128, 1024)),
             ("scaled_gated_1", _scaled_gated, "8b_gate_up", 1, {}),
@@ -302,26 +282,16 @@ CASES = (
             ("float8_x_by_row_1", _scaled, "8b_qkv", 1, _FLOAT8_X | dict(groups=(1, 4096))),
             ("float8_x_135m_16", _scaled, "135m_qkv", 16, _FLOAT8_X),
         )
-    ),  # fmt: skip
+    ),
     *(
-        _SCALED_MAKERS.get(weight.split("_", 1)[1], _scaled)(
-            f"{weight}_{name}_{rows}",
-            "the time of a step",
-            rows,
-            *WEIGHTS[weight],
-            bench=True,
-            tags=_LARGE,
-            float8_x=name == "w8a8",
-        )
+        _timed(_SCALED_MAKERS.get(weight.split("_", 1)[1], _scaled), weight, rows, f"_{name}", float8_x=name == "w8a8")
         for weight in ("8b_qkv", "8b_o", "8b_gate_up", "8b_down")
         for name in ("w8a16", "w8a8")
         for rows in (1, 16, 64, 512)
-    ),  # fmt: skip
+    ),
     *(
-        _MAKERS.get(weight.split("_", 1)[1], _linear)(
-            f"{weight}_{rows}", "the time of a step", rows, *sizes, bench=True, tags=_LARGE
-        )
-        for weight, sizes in WEIGHTS.items()
+        _timed(_MAKERS.get(weight.split("_", 1)[1], _linear), weight, rows)
+        for weight in WEIGHTS
         for rows in (1, 16, 64)
     ),
 )

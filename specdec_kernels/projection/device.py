@@ -48,6 +48,19 @@ class Tile(NamedTuple):
     BLOCK_K: Any
     EVEN_K: Any
 
+    @classmethod
+    def of(cls, config: LinearConfig, inner: int) -> Tile:
+        return cls(config.rows, config.columns, config.block_k, inner % config.block_k == 0)
+
+
+class Results(NamedTuple):
+    """Where a program writes; `part` and `ticket` are None where the sums of splits are not added here."""
+
+    out: Any  # [rows, OUTER], or [rows, OUTER / 2] if GATED; [splits, rows, OUTER] float32 if not added here
+    bias: Any  # [OUTER] or None
+    part: Any  # [tiles, splits, COLUMNS, ROWS] float32
+    ticket: Any  # [tiles] int32 zeros, left as zeros
+
 
 @triton.jit
 def weight_at(of, k_first, lane):
@@ -97,34 +110,21 @@ def _write(out_ptr, bias_ptr, acc, of, tile, OUTER, TILE: tl.constexpr, GATED: t
 
 
 @triton.jit
-def finish(
-    out_ptr,
-    bias_ptr,
-    part_ptr,
-    ticket_ptr,
-    acc,
-    of,
-    tile,
-    split,
-    splits,
-    OUTER,
-    TILE: tl.constexpr,
-    GATED: tl.constexpr,
-):
+def finish(results, acc, of, tile, split, splits, OUTER, TILE: tl.constexpr, GATED: tl.constexpr):
     """Write `acc`, the sum of a split, or the result if this is the last split of its tile to arrive."""
-    if ticket_ptr is None:  # all splits, or one of those that the next kernel adds
-        out_ptr += split.to(tl.int64) * of.rows * OUTER
-        _write(out_ptr, bias_ptr, acc, of, tile, OUTER, TILE, GATED)
+    if results.ticket is None:  # all splits, or one of those that the next kernel adds
+        out_ptr = results.out + split.to(tl.int64) * of.rows * OUTER
+        _write(out_ptr, results.bias, acc, of, tile, OUTER, TILE, GATED)
     else:
         place = tl.program_id(0) * tl.num_programs(1) + tile
         SIZE: tl.constexpr = TILE.COLUMNS * TILE.ROWS
         lane = tl.arange(0, TILE.COLUMNS)[:, None] * TILE.ROWS + tl.arange(0, TILE.ROWS)[None, :]
-        at = part_ptr + place.to(tl.int64) * splits * SIZE + lane
+        at = results.part + place.to(tl.int64) * splits * SIZE + lane
         tl.store(at + split * SIZE, acc)
-        if arrived(ticket_ptr + place, splits):
+        if arrived(results.ticket + place, splits):
             total = sum_of_splits(at, splits, SIZE)
-            tl.store(ticket_ptr + place, 0)
-            _write(out_ptr, bias_ptr, total, of, tile, OUTER, TILE, GATED)
+            tl.store(results.ticket + place, 0)
+            _write(results.out, results.bias, total, of, tile, OUTER, TILE, GATED)
 
 
 _tickets_of: dict[torch.device, Tensor] = {}

@@ -34,7 +34,7 @@ from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import kernel_hopper, kernel_scaled, reference
 from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
-from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
+from specdec_kernels.projection.device import Operands, Results, Tile, finish, weight_at, weight_rows, work_of, x_at
 from specdec_kernels.projection.kernel_library import has_the_bits, products_of_splits
 from specdec_kernels.projection.types import Product, ScaledWeight
 
@@ -55,7 +55,7 @@ def partial_sum(of, k_first, k_end, TILE: tl.constexpr):
     weight_ptr = weight_at(of, k_first, lane)
     x_ptr = x_at(of, k_first, lane)
     here = (of.row < of.rows)[None, :]
-    acc = tl.zeros([TILE.COLUMNS, TILE.ROWS], tl.float32)
+    acc = tl.full([TILE.COLUMNS, TILE.ROWS], 0.0, tl.float32)
     for first in tl.range(k_first, k_end, TILE.BLOCK_K):
         if TILE.EVEN_K:
             weight = tl.load(weight_ptr, eviction_policy="evict_first")
@@ -83,29 +83,22 @@ def with_later_splits(acc, of, splits, split_length, TILE: tl.constexpr):
 def _linear_kernel(
     x_ptr,  # [rows, K]
     weight_ptr,  # [OUTER, K]
-    bias_ptr,  # [OUTER] or None
-    out_ptr,  # [rows, OUTER], or [rows, OUTER / 2] if GATED; [splits, rows, OUTER] float32 if not added here
-    part_ptr,  # [tiles, splits, COLUMNS, ROWS] float32, or None if not added here
-    ticket_ptr,  # [tiles] int32 zeros, left as zeros; or None if not added here
+    results,  # Results, written
     rows,
     OUTER,
     K,
     splits,
     split_length,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    TILE: tl.constexpr,  # Tile
     GATED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     RESIDENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * TILE.ROWS + tl.arange(0, TILE.ROWS)
     tile = tl.program_id(1)
     split = tl.program_id(2)
-    weight_row = weight_rows(tile, OUTER, COLUMNS, GATED)
-    TILE: tl.constexpr = Tile(ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    weight_row = weight_rows(tile, OUTER, TILE.COLUMNS, GATED)
     of = Operands(x_ptr, weight_ptr, weight_row, row, rows, K)
     k_first = split * split_length
     k_end = tl.minimum(K, k_first + split_length)
@@ -122,7 +115,7 @@ def _linear_kernel(
         acc = with_later_splits(acc, of, splits, split_length, TILE)
     if RESIDENT == 0:
         launch_dependents(PDL)
-    finish(out_ptr, bias_ptr, part_ptr, ticket_ptr, acc, of, tile, split, splits, OUTER, TILE, GATED)
+    finish(results, acc, of, tile, split, splits, OUTER, TILE, GATED)
 
 
 def takes(product: Product) -> bool:
@@ -246,13 +239,11 @@ def launch_linear(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     launch(
         _linear_kernel,
         work.grid,
-        *(x, weight, bias, out, work.part, work.ticket, rows, outer, inner, config.splits, config.split_length(inner)),
+        *(x, weight, Results(out, bias, work.part, work.ticket)),
+        *(rows, outer, inner, config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        BLOCK_K=config.block_k,
-        EVEN_K=inner % config.block_k == 0,
+        TILE=Tile.of(config, inner),
         GATED=is_gated,
         IN_ORDER=config.in_order,
         RESIDENT=config.resident,

@@ -40,17 +40,13 @@ def _argmax_kernel(
     K,
     splits,
     split_length,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    TILE: tl.constexpr,  # Tile
     IN_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * TILE.ROWS + tl.arange(0, TILE.ROWS)
     tile = tl.program_id(1)
-    weight_row = weight_rows(tile, OUTER, COLUMNS, False)
-    TILE: tl.constexpr = Tile(ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    weight_row = weight_rows(tile, OUTER, TILE.COLUMNS, False)
     of = Operands(x_ptr, weight_ptr, weight_row, row, rows, K)
     wait_for_predecessor(PDL)
     k_end = tl.minimum(K, split_length)
@@ -148,10 +144,7 @@ def linear_argmax(product: Product, exchange: Exchange | None = None) -> Tensor:
         *(x, weight, best, column, rows, tiles, outer, inner, config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        BLOCK_K=config.block_k,
-        EVEN_K=inner % config.block_k == 0,
+        TILE=Tile.of(config, inner),
         IN_ORDER=config.splits > 1,
         **pdl_options(chip),
     )

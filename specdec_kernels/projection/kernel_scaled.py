@@ -31,7 +31,7 @@ from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import kernel_scaled_hopper
 from specdec_kernels.projection.configs import ROUNDED_APART_ROWS, LinearConfig
-from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
+from specdec_kernels.projection.device import Operands, Results, Tile, finish, weight_at, weight_rows, work_of, x_at
 from specdec_kernels.projection.rounding import multiplies_codes, rounded, rounded_rows
 from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
@@ -145,7 +145,7 @@ def scaled_sum(of, scales, k_first, k_end, TILE: tl.constexpr, SCALING: tl.const
     weight = weight_at(of, k_first, lane)
     x = x_at(of, k_first, lane)
     here = (of.row < of.rows)[None, :]
-    acc = tl.zeros([TILE.COLUMNS, TILE.ROWS], tl.float32)
+    acc = tl.full([TILE.COLUMNS, TILE.ROWS], 0.0, tl.float32)
     following = _scale_at(scales, 0 if SCALING.BY_ROW else k_first // _GROUP, TILE.COLUMNS, SCALING.HALVES)
     for first in tl.range(k_first, k_end, TILE.BLOCK_K):
         if TILE.EVEN_K:
@@ -183,10 +183,7 @@ def _scaled_linear_kernel(
     x_scale_ptr,  # [groups, rows] float32 if APART, else anything
     weight_ptr,  # [OUTER, K]: uint8, or float8 if CODES
     scale_ptr,  # [ceil(OUTER / GROUP_ROWS), groups] float32
-    bias_ptr,  # [OUTER] or None
-    out_ptr,  # as of `_linear_kernel`, like the two below
-    part_ptr,
-    ticket_ptr,
+    results,  # Results, written
     rows,
     OUTER,
     K,
@@ -194,10 +191,7 @@ def _scaled_linear_kernel(
     splits,
     split_length,
     GROUP_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    TILE: tl.constexpr,  # Tile
     GATED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     BY_ROW: tl.constexpr,
@@ -208,14 +202,13 @@ def _scaled_linear_kernel(
     CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * TILE.ROWS + tl.arange(0, TILE.ROWS)
     tile = tl.program_id(1)
     split = tl.program_id(2)
-    weight_row = weight_rows(tile, OUTER, COLUMNS, GATED)
-    TILE: tl.constexpr = Tile(ROWS, COLUMNS, BLOCK_K, EVEN_K)
+    weight_row = weight_rows(tile, OUTER, TILE.COLUMNS, GATED)
     SCALING: tl.constexpr = Scaling(BY_ROW, HALVES, NVIDIA, FLOAT8_X, APART, CODES)
     of = Operands(x_ptr, weight_ptr, weight_row, row, rows, K)
-    scales = scales_of(scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS, GATED)
+    scales = scales_of(scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, TILE.COLUMNS, GATED)
     k_first = split * split_length
     wait_for_predecessor(PDL)
     acc = scaled_sum(of, scales, k_first, tl.minimum(K, k_first + split_length), TILE, SCALING)
@@ -224,7 +217,7 @@ def _scaled_linear_kernel(
             k_first = later * split_length
             acc += scaled_sum(of, scales, k_first, tl.minimum(K, k_first + split_length), TILE, SCALING)
     launch_dependents(PDL)
-    finish(out_ptr, bias_ptr, part_ptr, ticket_ptr, acc, of, tile, split, splits, OUTER, TILE, GATED)
+    finish(results, acc, of, tile, split, splits, OUTER, TILE, GATED)
 
 
 def scaling_options(weight: ScaledWeight, chip: str, half: int, is_gated: bool) -> dict[str, Any]:
@@ -285,15 +278,11 @@ def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     launch(
         _scaled_linear_kernel,
         work.grid,
-        *(numbers, x_scales, numbers_of(weight, chip), weight.scales),
-        *(bias, out, work.part, work.ticket),
+        *(numbers, x_scales, numbers_of(weight, chip), weight.scales, Results(out, bias, work.part, work.ticket)),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        ROWS=config.rows,
-        COLUMNS=config.columns,
-        BLOCK_K=config.block_k,
-        EVEN_K=inner % config.block_k == 0,
+        TILE=Tile.of(config, inner),
         GATED=is_gated,
         IN_ORDER=config.in_order,
         APART=apart,

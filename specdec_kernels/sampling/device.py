@@ -52,6 +52,14 @@ def rows_per_program(rows: int, most: int, lanes: int) -> int:
     return min(triton.next_power_of_2(max(rows, 1)), most, max(1, (1 << 19) // lanes))
 
 
+class Uniforms(NamedTuple):
+    """The source of uniforms: the generator, or given ones."""
+
+    seeds: Any  # int64 by request, or None
+    positions: Any  # int64 by row, or None
+    uniforms: Any  # float64, or None
+
+
 class Limits(NamedTuple):
     """The limits that the filters of each row set, and the scale of its weights, [R]."""
 
@@ -168,27 +176,27 @@ def next_below(value):
 
 
 @triton.jit
-def count_and_share(top_k_ptr, top_p_ptr, request, live, VOCAB: tl.constexpr):
+def count_and_share(sampling, request, live, VOCAB: tl.constexpr):
     """The k (0 is off) and the p (1 is off) of each request."""
     wanted = tl.zeros_like(request)
     share = tl.full(request.shape, 1.0, tl.float32)
-    if top_k_ptr is not None:
-        wanted = tl.load(top_k_ptr + request, mask=live, other=0)
+    if sampling.top_k is not None:
+        wanted = tl.load(sampling.top_k + request, mask=live, other=0)
         wanted = tl.where((wanted > 0) & (wanted < VOCAB), wanted, 0)
-    if top_p_ptr is not None:
-        share = tl.load(top_p_ptr + request, mask=live, other=1.0)
+    if sampling.top_p is not None:
+        share = tl.load(sampling.top_p + request, mask=live, other=1.0)
         share = tl.where(share < 1, share, 1.0)
     return wanted, share
 
 
 @triton.jit
-def row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM: tl.constexpr):
+def row_uniform(origin, row, request, in_row, STREAM: tl.constexpr):
     """The row's uniform, float64: injected where given, else from the generator."""
-    if uniforms_ptr is not None:
-        uniform = tl.load(uniforms_ptr + row, mask=in_row, other=0.0)
+    if origin.uniforms is not None:
+        uniform = tl.load(origin.uniforms + row, mask=in_row, other=0.0)
     else:
-        seed = tl.load(seeds_ptr + request, mask=in_row, other=0)
-        position = tl.load(positions_ptr + row, mask=in_row, other=0)
+        seed = tl.load(origin.seeds + request, mask=in_row, other=0)
+        position = tl.load(origin.positions + row, mask=in_row, other=0)
         uniform = philox_uniform(seed, position, STREAM)
     return uniform
 

@@ -18,7 +18,7 @@ from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.configs import SELECTION
 from specdec_kernels.sampling.kernel_filter import Kept, keep, strip_masses
 from specdec_kernels.sampling.kernel_nucleus import NEAR, WHOLE
-from specdec_kernels.sampling.kernel_stats import GROUP_SIZE, Rows, measure
+from specdec_kernels.sampling.kernel_stats import GROUP_SIZE, Rows, measure, strip_length
 from specdec_kernels.sampling.types import TARGET_STREAM, Picked, SamplingTensors
 
 GROUP = tl.constexpr(GROUP_SIZE)
@@ -91,7 +91,7 @@ def _draw(
 
 @triton.jit
 def _kept_parts(
-    slots_ptr, state_ptr, chunks_ptr, row, in_row, mass,
+    kept, row, in_row, mass,
     SLOTS: tl.constexpr, STRIP: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Weights [R, BLOCK_N] of the parts by which a filtered row is sampled, tokens of a part, and whether parts are
@@ -99,34 +99,25 @@ def _kept_parts(
     filter)."""
     lane = tl.arange(0, BLOCK_N)[None, :]
     base = row.to(tl.int64)[:, None]
-    of_slots = tl.load(slots_ptr + base * SLOTS + lane, mask=in_row[:, None] & (lane < SLOTS), other=0.0)
-    task = tl.load(state_ptr + row, mask=in_row, other=0.0)
+    of_slots = tl.load(kept.slots + base * SLOTS + lane, mask=in_row[:, None] & (lane < SLOTS), other=0.0)
+    task = tl.load(kept.state + row, mask=in_row, other=0.0)
     near = task == NEAR
     far = task > WHOLE
     size = tl.where(near, GROUP, tl.where(far, CHUNK, STRIP))
-    if chunks_ptr is not None:
-        of_chunks = tl.load(chunks_ptr + base * CHUNKS + lane, mask=in_row[:, None] & (lane < CHUNKS), other=0.0)
+    if kept.chunks is not None:
+        of_chunks = tl.load(kept.chunks + base * CHUNKS + lane, mask=in_row[:, None] & (lane < CHUNKS), other=0.0)
         mass = tl.where(far[:, None], of_chunks, mass)
     return tl.where(near[:, None], of_slots, mass), size, near
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _select_kernel(  # 17 run-time arguments: most are optional inputs and outputs, and those that are None cost nothing
+def _select_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
-    seeds_ptr,  # [R / PER_REQUEST] int64, or None
-    positions_ptr,  # [R] int64, or None
-    uniforms_ptr,  # [R] float64, or None
-    tops_ptr,  # [R, STRIPS] float32, see `kernel_stats`
-    sums_ptr,  # [0 to 2, R, STRIPS] float32
-    ids_ptr,  # [R, SLOTS] int32, or None, see `kernel_filter`
-    slots_ptr,  # [R, SLOTS] float32, or None
-    state_ptr,  # [6, R] float32, or None, see `kernel_nucleus`
-    chunks_ptr,  # [R, chunks] float32, or None, see `kernel_settle`
-    tokens_ptr,  # [R] int64
-    valid_ptr,  # [R] bool
-    logprobs_ptr,  # [R] float32, or None
-    distribution_ptr,  # [4, R] float32 (see Selected), or None; with FILTER the second and third are given
+    origin,  # Uniforms
+    strips,  # Strips
+    kept,  # Kept, of None without FILTER
+    found,  # Selected, written; with FILTER the second and third of the distribution are given
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -158,15 +149,15 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
         # `launch_dependents`, so that the producers of temperatures, seeds and positions have ended.
         temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
         if DRAW:
-            uniform = d.row_uniform(seeds_ptr, positions_ptr, uniforms_ptr, row, request, in_row, STREAM)
+            uniform = d.row_uniform(origin, row, request, in_row, STREAM)
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
     # What does not depend on other loads is loaded first.
-    tops = tl.load(tops_ptr + place, mask=in_strips, other=float("-inf"))
+    tops = tl.load(strips.tops + place, mask=in_strips, other=float("-inf"))
     if SAMPLE:
-        sums = tl.load(sums_ptr + place, mask=in_strips, other=0.0)
+        sums = tl.load(strips.sums + place, mask=in_strips, other=0.0)
         if FILTER:
-            floor = tl.load(distribution_ptr + rows + row, mask=in_row, other=float("-inf"))
+            floor = tl.load(found.distribution + rows + row, mask=in_row, other=float("-inf"))
         else:
             floor = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     top = tl.max(tops, 1)
@@ -183,11 +174,11 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
             near = None
             if FILTER:
                 mass, size, near = _kept_parts(
-                    slots_ptr, state_ptr, chunks_ptr, row, in_row, mass, SLOTS, STRIP, CHUNK, CHUNKS, BLOCK_N
+                    kept, row, in_row, mass, SLOTS, STRIP, CHUNK, CHUNKS, BLOCK_N
                 )  # fmt: skip
             if tl.max(sampled.to(tl.int32), 0) > 0:
                 token = _draw(
-                    values_ptr, ids_ptr, row, sampled, near, size, mass, uniform, top, scale, floor, row_stride, VOCAB,
+                    values_ptr, kept.ids, row, sampled, near, size, mass, uniform, top, scale, floor, row_stride, VOCAB,
                     SLOTS, STRIP if STRIP > CHUNK else CHUNK, PROBS,
                 )  # fmt: skip
                 token = tl.where(sampled, token, -1)
@@ -195,20 +186,20 @@ def _select_kernel(  # 17 run-time arguments: most are optional inputs and outpu
     if tl.max(picked.to(tl.int32), 0) > 0:
         token = tl.where(picked, _largest(values_ptr, row, picked, tops, top, row_stride, VOCAB, STRIP), token)
     token = tl.where(valid, token, 0)
-    tl.store(tokens_ptr + row, token.to(tl.int64), mask=in_row)
-    tl.store(valid_ptr + row, valid, mask=in_row)
+    tl.store(found.tokens + row, token.to(tl.int64), mask=in_row)
+    tl.store(found.valid + row, valid, mask=in_row)
     if NORMALISE:
-        plain = tl.load(sums_ptr + (plane if SAMPLE else 0) + place, mask=in_strips, other=0.0)
+        plain = tl.load(strips.sums + (plane if SAMPLE else 0) + place, mask=in_strips, other=0.0)
         normaliser = _store_logprobs(
-            values_ptr, logprobs_ptr, row, in_row, plain, token, valid, tops, top, row_stride, PROBS
+            values_ptr, found.logprobs, row, in_row, plain, token, valid, tops, top, row_stride, PROBS
         )
-    if distribution_ptr is not None:
-        tl.store(distribution_ptr + row, d.finite(top), mask=in_row)
+    if found.distribution is not None:
+        tl.store(found.distribution + row, d.finite(top), mask=in_row)
         if FILTER == 0:
-            tl.store(distribution_ptr + rows + row, floor, mask=in_row)
-            tl.store(distribution_ptr + 2 * rows + row, total, mask=in_row)
+            tl.store(found.distribution + rows + row, floor, mask=in_row)
+            tl.store(found.distribution + 2 * rows + row, total, mask=in_row)
         if NORMALISE:
-            tl.store(distribution_ptr + 3 * rows + row, normaliser, mask=in_row)
+            tl.store(found.distribution + 3 * rows + row, normaliser, mask=in_row)
 
 
 def select(
@@ -245,15 +236,17 @@ def select(
         slots = kept.slots.shape[1]
     if kept.chunks is not None:
         chunks = kept.chunks.shape[1]
-    chunk = config.chunk if chunks else 0
+    chunk, length = config.chunk if chunks else 0, strip_length(chip, vocab)
     keyed = sample and draw and uniforms is None
-    sources = (sampling.seeds, positions, None) if keyed else (None, None, uniforms if sample and draw else None)
+    origin = d.Uniforms(None, None, uniforms if sample and draw else None)
+    if keyed:
+        origin = d.Uniforms(sampling.seeds, positions, None)
     block_n = max(triton.next_power_of_2(max(strips.tops.shape[1], slots, chunks)), d.MIN_SCAN)
-    block_r = d.rows_per_program(rows, config.max_rows, max(block_n, strips.length, chunk))
+    block_r = d.rows_per_program(rows, config.max_rows, max(block_n, length, chunk))
     launch(
-        _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, *sources, strips.tops, strips.sums,
-        *kept, *found, rows, values.stride(0), num_warps=config.sample_warps if sample and draw else config.pick_warps,
-        PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips.tops.shape[1], STRIP=strips.length, SAMPLE=sample,
+        _select_kernel, (triton.cdiv(rows, block_r),), values, sampling.temperature, origin, strips, kept,
+        found, rows, values.stride(0), num_warps=config.sample_warps if sample and draw else config.pick_warps,
+        PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips.tops.shape[1], STRIP=length, SAMPLE=sample,
         DRAW=draw, FILTER=call.filtered, NORMALISE=normalise, PROBS=probabilities, STREAM=stream, BLOCK_R=block_r,
         BLOCK_N=block_n, SLOTS=slots, CHUNK=chunk, CHUNKS=chunks, **pdl_options(chip),
     )  # fmt: skip
@@ -264,9 +257,7 @@ def select(
 def _probs_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R] float32
-    distribution_ptr,  # [4, R] float32, see Selected
-    tokens_ptr,  # [R] int64, the argmax
-    valid_ptr,  # [R] bool
+    found,  # Selected, the argmax of each row
     probs_ptr,  # [R, VOCAB] float32
     rows,
     row_stride,
@@ -280,11 +271,11 @@ def _probs_kernel(
     in_row = row < rows
     live = in_row[:, None] & (column < VOCAB)
     temperature = tl.load(temperature_ptr + row, mask=in_row, other=0.0)
-    top = tl.load(distribution_ptr + row, mask=in_row, other=0.0)
-    floor = tl.load(distribution_ptr + rows + row, mask=in_row, other=0.0)
-    total = tl.load(distribution_ptr + 2 * rows + row, mask=in_row, other=1.0)
-    token = tl.load(tokens_ptr + row, mask=in_row, other=0)
-    valid = tl.load(valid_ptr + row, mask=in_row, other=0) != 0
+    top = tl.load(found.distribution + row, mask=in_row, other=0.0)
+    floor = tl.load(found.distribution + rows + row, mask=in_row, other=0.0)
+    total = tl.load(found.distribution + 2 * rows + row, mask=in_row, other=1.0)
+    token = tl.load(found.tokens + row, mask=in_row, other=0)
+    valid = tl.load(found.valid + row, mask=in_row, other=0) != 0
     value = d.load_values(values_ptr, row[:, None], column, row_stride, live)
     weight = d.weigh(value, top[:, None], d.exponent_scale(temperature)[:, None], PROBS)
     prob = tl.where(value >= floor[:, None], weight / tl.where(valid, total, 1.0)[:, None], 0.0)
@@ -305,7 +296,7 @@ def filtered_probs(logits: torch.Tensor, sampling: SamplingTensors, probabilitie
     block_r = 1 if current_chip(logits) != "interpreter" else triton.next_power_of_2(max(rows, 1))
     launch(
         _probs_kernel, (triton.cdiv(rows, block_r), triton.cdiv(vocab, block_v)), logits, sampling.temperature,
-        found.distribution, found.tokens, found.valid, probs, rows, logits.stride(0), num_warps=4, VOCAB=vocab,
+        found, probs, rows, logits.stride(0), num_warps=4, VOCAB=vocab,
         PROBS=probabilities, BLOCK_R=block_r, BLOCK_V=block_v,
     )  # fmt: skip
     return probs

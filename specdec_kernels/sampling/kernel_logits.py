@@ -31,15 +31,7 @@ def _path_counts(tokens_ptr, mask_ptr, row, asks, column, NODES: tl.constexpr, W
 
 @triton.jit(do_not_specialize=["rows"])
 def _penalties_kernel(
-    logits_ptr,  # [B * N, VOCAB], row stride row_stride; changed in place
-    tokens_ptr,  # [B, N] int64
-    mask_ptr,  # [B, N, WORDS] int64
-    output_counts_ptr,  # [B, VOCAB] int32
-    prompt_seen_ptr,  # [B, VOCAB] bool, or None
-    repetition_ptr,  # [B] float32
-    presence_ptr,  # [B] float32
-    frequency_ptr,  # [B] float32
-    bias_ptr,  # [B, VOCAB] float32, or None
+    call,  # Penalties; logits have row stride row_stride
     rows,  # B * N
     row_stride,
     NODES: tl.constexpr,
@@ -51,30 +43,30 @@ def _penalties_kernel(
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     request = row // NODES
     in_row = row < rows
-    repetition = tl.load(repetition_ptr + request, mask=in_row, other=1.0)
-    presence = tl.load(presence_ptr + request, mask=in_row, other=0.0)
-    frequency = tl.load(frequency_ptr + request, mask=in_row, other=0.0)
+    repetition = tl.load(call.repetition + request, mask=in_row, other=1.0)
+    presence = tl.load(call.presence + request, mask=in_row, other=0.0)
+    frequency = tl.load(call.frequency + request, mask=in_row, other=0.0)
     asks = in_row & ((repetition != 1) | (presence != 0) | (frequency != 0))
-    if bias_ptr is not None:
+    if call.bias is not None:
         asks = in_row
     if tl.max(asks.to(tl.int32), 0) > 0:
         column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
         live = asks[:, None] & (column < VOCAB)
         place = row.to(tl.int64)[:, None] * row_stride + column
         held = request.to(tl.int64)[:, None] * VOCAB + column
-        counts = tl.load(output_counts_ptr + held, mask=live, other=0)
-        counts += _path_counts(tokens_ptr, mask_ptr, row, asks, column, NODES, WORDS)
+        counts = tl.load(call.output_counts + held, mask=live, other=0)
+        counts += _path_counts(call.tokens, call.mask, row, asks, column, NODES, WORDS)
         seen = counts > 0
-        if prompt_seen_ptr is not None:
-            seen |= tl.load(prompt_seen_ptr + held, mask=live, other=0) != 0
-        value = tl.load(logits_ptr + place, mask=live, other=0.0).to(tl.float32)
+        if call.prompt_seen is not None:
+            seen |= tl.load(call.prompt_seen + held, mask=live, other=0) != 0
+        value = tl.load(call.logits + place, mask=live, other=0.0).to(tl.float32)
         factor = repetition[:, None]
         value = tl.where(seen, tl.where(value > 0, value / factor, value * factor), value)
         value -= frequency[:, None] * counts.to(tl.float32)
         value -= tl.where(counts > 0, presence[:, None], 0.0)
-        if bias_ptr is not None:
-            value += tl.load(bias_ptr + held, mask=live, other=0.0)
-        tl.store(logits_ptr + place, value.to(logits_ptr.dtype.element_ty), mask=live)
+        if call.bias is not None:
+            value += tl.load(call.bias + held, mask=live, other=0.0)
+        tl.store(call.logits + place, value.to(call.logits.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -103,7 +95,7 @@ def _count_kernel(
 
 
 def apply_penalties(call: Penalties) -> None:
-    _launch_tiles(_penalties_kernel, call.logits, call[1:], WORDS=call.mask.shape[-1])
+    _launch_tiles(_penalties_kernel, call.logits, (call,), WORDS=call.mask.shape[-1])
 
 
 def count_tokens(counts: torch.Tensor, tokens: torch.Tensor, num: torch.Tensor) -> None:
@@ -116,14 +108,7 @@ def count_tokens(counts: torch.Tensor, tokens: torch.Tensor, num: torch.Tensor) 
 
 @triton.jit(do_not_specialize=["rows", "history_stride"])
 def _forbid_kernel(
-    logits_ptr,  # [B * N, VOCAB], row stride row_stride; changed in place
-    tokens_ptr,  # [B, N] int64
-    mask_ptr,  # [B, N, MASK_WORDS] int64
-    positions_ptr,  # [B, N] int64
-    history_ptr,  # [B, C] int64, row stride history_stride
-    lengths_ptr,  # [B] int64
-    words_ptr,  # [B, COUNT, WIDTH] int64
-    until_ptr,  # [B, COUNT] int64
+    call,  # Forbidden; logits have row stride row_stride, the history history_stride
     rows,  # B * N
     row_stride,
     history_stride,
@@ -139,34 +124,34 @@ def _forbid_kernel(
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     request = row // NODES
     in_row = row < rows
-    position = tl.load(positions_ptr + row, mask=in_row, other=0)
-    length = tl.load(lengths_ptr + request, mask=in_row, other=0)
+    position = tl.load(call.positions + row, mask=in_row, other=0)
+    length = tl.load(call.lengths + request, mask=in_row, other=0)
     node = tl.arange(0, BLOCK_N)[None, :]
     in_tree = in_row[:, None] & (node < NODES)
-    bits = tl.load(mask_ptr + row[:, None] * MASK_WORDS + node // 64, mask=in_tree, other=0)
+    bits = tl.load(call.mask + row[:, None] * MASK_WORDS + node // 64, mask=in_tree, other=0)
     on_path = in_tree & (((bits >> (node % 64)) & 1) != 0)
-    node_place = tl.load(positions_ptr + request[:, None] * NODES + node, mask=on_path, other=-1)
-    node_token = tl.load(tokens_ptr + request[:, None] * NODES + node, mask=on_path, other=0)
+    node_place = tl.load(call.positions + request[:, None] * NODES + node, mask=on_path, other=-1)
+    node_token = tl.load(call.tokens + request[:, None] * NODES + node, mask=on_path, other=0)
     for start in range(0, COUNT, BLOCK_W):
         word = start + tl.arange(0, BLOCK_W)[None, :]
         entry = request[:, None] * COUNT + word
         live = in_row[:, None] & (word < COUNT)
-        last = tl.load(words_ptr + entry * WIDTH + WIDTH - 1, mask=live, other=-1)
-        until = tl.load(until_ptr + entry, mask=live, other=0)
+        last = tl.load(call.words + entry * WIDTH + WIDTH - 1, mask=live, other=-1)
+        until = tl.load(call.until + entry, mask=live, other=0)
         live &= (last >= 0) & (last < VOCAB) & (position[:, None] + 1 < until)
         if tl.max(tl.max(live.to(tl.int32), 1), 0) > 0:
             for back in range(WIDTH - 1):
                 place = position - back
                 committed = in_row & (place >= 0) & (place < length)
-                token = tl.load(history_ptr + request * history_stride + place, mask=committed, other=-2)
+                token = tl.load(call.history + request * history_stride + place, mask=committed, other=-2)
                 drafted = tl.sum(tl.where(on_path & (node_place == place[:, None]), node_token, 0), 1)
                 token = tl.where(place < length, token, drafted)
-                wanted = tl.load(words_ptr + entry * WIDTH + WIDTH - 2 - back, mask=live, other=-1)
+                wanted = tl.load(call.words + entry * WIDTH + WIDTH - 2 - back, mask=live, other=-1)
                 live &= (wanted < 0) | (wanted == token[:, None])
             # The first of the sequences with one last token, so that one lane writes an address.
             earlier = (last[:, :, None] == last[:, None, :]) & live[:, None, :] & (word[:, None, :] < word[:, :, None])
             first = live & (tl.sum(earlier.to(tl.int32), 2) == 0)
-            tl.store(logits_ptr + row[:, None] * row_stride + last, float("-inf"), mask=first)
+            tl.store(call.logits + row[:, None] * row_stride + last, float("-inf"), mask=first)
 
 
 def forbid_tokens(call: Forbidden) -> None:
@@ -175,7 +160,7 @@ def forbid_tokens(call: Forbidden) -> None:
     block_r = _rows_of_program(flat)
     block_n, block_w = (max(triton.next_power_of_2(max(size, 1)), 2) for size in (num_nodes, min(count, FORBID_TILE)))
     launch(
-        _forbid_kernel, (triton.cdiv(rows, block_r) if count else 0,), flat, *call[1:], rows, flat.stride(0),
+        _forbid_kernel, (triton.cdiv(rows, block_r) if count else 0,), call, rows, flat.stride(0),
         call.history.stride(0), num_warps=4, NODES=num_nodes, MASK_WORDS=call.mask.shape[-1], VOCAB=vocab, COUNT=count,
         WIDTH=width, BLOCK_R=block_r, BLOCK_N=block_n, BLOCK_W=block_w,
     )  # fmt: skip
@@ -207,9 +192,7 @@ def _mask_kernel(
 
 
 def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, constrained: torch.Tensor) -> None:
-    _launch_tiles(
-        _mask_kernel, logits, (bits, constrained), WORDS=bits.shape[-1], WORD_BITS=MASK_BITS,
-    )  # fmt: skip
+    _launch_tiles(_mask_kernel, logits, (logits, bits, constrained), WORDS=bits.shape[-1], WORD_BITS=MASK_BITS)
 
 
 def _rows_of_program(flat: torch.Tensor) -> int:
@@ -223,6 +206,6 @@ def _launch_tiles(kernel: Any, logits: torch.Tensor, arguments: tuple[Any, ...],
     block_v = min(max(triton.next_power_of_2(vocab), 2), PENALTY_TILE[current_chip(logits)])
     block_r = _rows_of_program(flat)
     launch(
-        kernel, (triton.cdiv(len(flat), block_r), triton.cdiv(vocab, block_v)), flat, *arguments, len(flat),
+        kernel, (triton.cdiv(len(flat), block_r), triton.cdiv(vocab, block_v)), *arguments, len(flat),
         flat.stride(0), num_warps=4, NODES=num_nodes, VOCAB=vocab, BLOCK_R=block_r, BLOCK_V=block_v, **sizes,
     )  # fmt: skip

@@ -8,14 +8,14 @@ depends on timing, and no result does: chunks are added in their order.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.configs import SELECTION
 from specdec_kernels.sampling.kernel_stats import Rows
@@ -34,6 +34,33 @@ COUNT_BITS = tl.constexpr(8)  # of the counts of the four classes, which share a
 MOST = tl.constexpr(255)
 
 
+class Static(NamedTuple):
+    """Compile-time sizes of the kernels over filtered rows."""
+
+    PER_REQUEST: int  # rows
+    VOCAB: int
+    GROUPS: int
+    STRIPS: int
+    SLOTS: int
+    WIDTH: int  # tokens of a group
+    CHUNK: int  # tokens
+    CHUNKS: int
+    KEEP: int
+    PARTS: int  # warps of a program of a chunk
+    WARPS: int  # of a program of a row
+    VECTOR: int  # values that a thread reads at once
+    SHIFT: int  # of keys
+    PROBS: bool
+
+
+class Lists(NamedTuple):
+    """What is known of the chunks of deferred rows."""
+
+    parts: Any  # [5, R, CHUNKS, PARTS] float32: weight above each edge that each warp has of each chunk
+    counts: Any  # [R, CHUNKS] int32: values of each class, in bits of its own; all bits set where these are too few
+    members: Any  # [R, CHUNKS, 4, KEEP], of the row's type: the first values of each class
+
+
 @triton.jit
 def store_state(state_ptr, row, in_row, rows, mode, goal, least, limits):
     """The state of a row for the following launches, [6, R] float32."""
@@ -46,30 +73,27 @@ def store_state(state_ptr, row, in_row, rows, mode, goal, least, limits):
 
 
 @triton.jit
-def sample_groups(
-    values_ptr, row, asks, row_stride,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def sample_groups(values_ptr, row, asks, row_stride, STATIC: tl.constexpr):
     """Values [R, SLOTS * WIDTH] of groups that are spread over the row."""
+    SLOTS: tl.constexpr = STATIC.SLOTS
+    WIDTH: tl.constexpr = STATIC.WIDTH
     member = tl.arange(0, SLOTS * WIDTH)[None, :]
-    column = member // WIDTH * (GROUPS // SLOTS) * WIDTH + member % WIDTH + tl.zeros_like(row)[:, None]
-    return d.load_entries(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < VOCAB))
+    column = member // WIDTH * (STATIC.GROUPS // SLOTS) * WIDTH + member % WIDTH + tl.zeros_like(row)[:, None]
+    return d.load_entries(values_ptr, row[:, None], column, row_stride, asks[:, None] & (column < STATIC.VOCAB))
 
 
 @triton.jit
-def guess_threshold(
-    value, complete, reached, goal, limits,
-    SHIFT: tl.constexpr, PROBS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+def guess_threshold(value, complete, reached, goal, limits, STATIC: tl.constexpr):
     """A guess of top-p's threshold, as the base-2 logarithm of its weight, and its standard deviation in natural units.
 
     The weight `reached` at or above the key `complete` is known. The rest is estimated from the values of
     `sample_groups`: every warp searches its own part of them, and the guess is the mean over the warps.
     """
+    PROBS: tl.constexpr = STATIC.PROBS
     value = d.usable(value)
-    limit = d.key_value(complete.to(tl.int32), SHIFT)
+    limit = d.key_value(complete.to(tl.int32), STATIC.SHIFT)
     weight = tl.where(value < limit[:, None], d.weigh(value, limits.top[:, None], limits.scale[:, None], PROBS), 0.0)
-    weight = d.by_warps(weight, WARPS, VECTOR)
+    weight = d.by_warps(weight, STATIC.WARPS, STATIC.VECTOR)
     sampled = d.warp_sums(weight)
     below = limits.everything - reached
     share = tl.minimum(tl.maximum((goal - reached) / tl.where(below > 0, below, 1.0), 0.0), 1.0)
@@ -97,13 +121,11 @@ def guess_threshold(
 
 
 @triton.jit
-def store_edges(
-    edges_ptr, row, asks, rows, searched, center, spread, complete, limits,
-    SHIFT: tl.constexpr, PROBS: tl.constexpr,
-):  # fmt: skip
+def store_edges(edges_ptr, row, asks, rows, searched, center, spread, complete, limits, STATIC: tl.constexpr):
     """The edges [5, R] in rising order. If min-p cuts above them or alone, all are the greatest value that it leaves
     out."""
-    limit = d.key_value(complete.to(tl.int32), SHIFT)
+    PROBS: tl.constexpr = STATIC.PROBS
+    limit = d.key_value(complete.to(tl.int32), STATIC.SHIFT)
     middle = tl.exp2(center) if PROBS else tl.minimum(limits.top + center / limits.scale, limit)
     unit = spread * d.LOG2E
     highest = _STEPS[EDGES - 1] * unit
@@ -124,19 +146,16 @@ def enqueue(queue_ptr, row, deferred):
 
 
 @triton.jit
-def _store_above(
-    parts_ptr, edges_ptr, value, weight, row, chunk, there, asks, rows,
-    CHUNKS: tl.constexpr, WARPS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+def _store_above(parts_ptr, edges_ptr, value, weight, row, chunk, there, asks, rows, STATIC: tl.constexpr):
     """Store the weight above each edge that each warp has, and return the class of each value, -1 below all edges and
     4 above."""
     kind = tl.full(value.shape, -1, tl.int32)
-    warp = tl.arange(0, WARPS)[None, :]
+    warp = tl.arange(0, STATIC.PARTS)[None, :]
     for edge in tl.static_range(EDGES):
         over = value > tl.load(edges_ptr + edge * rows + row, mask=there, other=0.0)[:, None]
         kind += over.to(tl.int32)
-        place = ((edge * rows + row).to(tl.int64) * CHUNKS + chunk)[:, None] * WARPS + warp
-        part = d.warp_sums(d.by_warps(tl.where(over, weight, 0.0), WARPS, VECTOR))
+        place = ((edge * rows + row).to(tl.int64) * STATIC.CHUNKS + chunk)[:, None] * STATIC.PARTS + warp
+        part = d.warp_sums(d.by_warps(tl.where(over, weight, 0.0), STATIC.PARTS, STATIC.VECTOR))
         tl.store(parts_ptr + place, tl.reshape(part, place.shape), mask=asks[:, None])
     return kind
 
@@ -148,22 +167,15 @@ def _list_kernel(
     queue_ptr,  # [1 + R] int32
     state_ptr,  # [6, R] float32
     edges_ptr,  # [5, R] float32
-    parts_ptr,  # [5, R, CHUNKS, WARPS] float32: weight above each edge that each warp has of each chunk
-    counts_ptr,  # [R, CHUNKS] int32: values of each class, in bits of its own; all bits set where these are too few
-    members_ptr,  # [R, CHUNKS, 4, KEEP], of the row's type: the first values of each class
+    lists,  # Lists, written
     rows,
     row_stride,
-    PER_REQUEST: tl.constexpr,
-    VOCAB: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    KEEP: tl.constexpr,
-    PROBS: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    WARPS: tl.constexpr,
-    VECTOR: tl.constexpr,
+    STATIC: tl.constexpr,  # Static
     PDL: tl.constexpr,
 ):
+    CHUNKS: tl.constexpr = STATIC.CHUNKS
+    KEEP: tl.constexpr = STATIC.KEEP
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
     end = tl.load(queue_ptr) * CHUNKS
@@ -172,46 +184,44 @@ def _list_kernel(
         there = task < end
         row = tl.load(queue_ptr + 1 + task // CHUNKS, mask=there, other=0)
         chunk = task % CHUNKS
-        column = chunk[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-        value = d.load_entries(values_ptr, row[:, None], column, row_stride, there[:, None] & (column < VOCAB))
+        column = chunk[:, None] * STATIC.CHUNK + tl.arange(0, STATIC.CHUNK)[None, :]
+        value = d.load_entries(values_ptr, row[:, None], column, row_stride, there[:, None] & (column < STATIC.VOCAB))
         asks = there & (tl.load(state_ptr + row, mask=there, other=0.0) != COUNT)
-        temperature = tl.load(temperature_ptr + row // PER_REQUEST, mask=there, other=1.0)
+        temperature = tl.load(temperature_ptr + row // STATIC.PER_REQUEST, mask=there, other=1.0)
         top = tl.load(state_ptr + 4 * rows + row, mask=there, other=0.0)
         # No usable value is above the top, so this replaces an infinity; NaN fails every comparison.
         capped = tl.minimum(value, top[:, None])
-        weight = d.weigh(capped, top[:, None], d.exponent_scale(temperature)[:, None], PROBS)
-        kind = _store_above(
-            parts_ptr, edges_ptr, value, weight, row, chunk, there, asks, rows, CHUNKS, WARPS, VECTOR
-        )  # fmt: skip
+        weight = d.weigh(capped, top[:, None], d.exponent_scale(temperature)[:, None], STATIC.PROBS)
+        kind = _store_above(lists.parts, edges_ptr, value, weight, row, chunk, there, asks, rows, STATIC)
         inside = asks[:, None] & (kind >= 0) & (kind < CLASSES)
         bits = tl.where(inside, kind, 0) * COUNT_BITS
         one = inside.to(tl.int32) << bits
         place = row * CHUNKS + chunk
-        countable = d.sum_of_all(d.by_warps(inside.to(tl.int32), WARPS, VECTOR)) <= MOST
-        counts = d.sum_of_all(d.by_warps(one, WARPS, VECTOR))
-        tl.store(counts_ptr + place, tl.where(countable, counts, -1), mask=asks)
+        countable = d.sum_of_all(d.by_warps(inside.to(tl.int32), STATIC.PARTS, STATIC.VECTOR)) <= MOST
+        counts = d.sum_of_all(d.by_warps(one, STATIC.PARTS, STATIC.VECTOR))
+        tl.store(lists.counts + place, tl.where(countable, counts, -1), mask=asks)
         rank = (tl.cumsum(one, 1) >> bits) & MOST
         slot = bits // COUNT_BITS * KEEP + rank - 1
-        mine = (members_ptr + place.to(tl.int64) * (CLASSES * KEEP))[:, None]
-        tl.store(mine + slot, value.to(members_ptr.dtype.element_ty), mask=inside & countable[:, None] & (rank <= KEEP))
+        mine = (lists.members + place.to(tl.int64) * (CLASSES * KEEP))[:, None]
+        tl.store(
+            mine + slot, value.to(lists.members.dtype.element_ty), mask=inside & countable[:, None] & (rank <= KEEP)
+        )
 
 
-def list_values(
-    rows: Rows, queue: torch.Tensor, state: torch.Tensor, edges: torch.Tensor, sizes: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The weight above each edge [5, R, chunks, warps], the counts [R, chunks] and the values [R, chunks, 4, keep] of
-    the classes, of the rows in `queue` [1 + R]; `state` [6, R], `edges` [5, R]."""
-    values, sampling, config = rows.values, rows.sampling, SELECTION[current_chip(rows.values)]
-    count, chunks = len(values), sizes["CHUNKS"]
+def list_values(rows: Rows, queue: torch.Tensor, state: torch.Tensor, edges: torch.Tensor, static: Static) -> Lists:
+    """The `Lists` of the rows in `queue` [1 + R]; `state` [6, R], `edges` [5, R]."""
+    values, sampling, chip = rows.values, rows.sampling, current_chip(rows.values)
+    config, count, chunks = SELECTION[chip], len(values), static.CHUNKS
     out = partial(torch.empty, device=values.device)
-    parts = out(NUM_EDGES, count, chunks, config.chunk_warps, dtype=torch.float32)
-    counts = out(count, chunks, dtype=torch.int32)
-    members = out(count, chunks, NUM_EDGES - 1, config.keep, dtype=values.dtype)
+    lists = Lists(
+        out(NUM_EDGES, count, chunks, static.PARTS, dtype=torch.float32), out(count, chunks, dtype=torch.int32),
+        out(count, chunks, NUM_EDGES - 1, static.KEEP, dtype=values.dtype),
+    )  # fmt: skip
     if sampling.top_p is not None or sampling.min_p is not None:
         block_t = d.rows_per_program(count * chunks, config.max_rows, config.chunk)
         launch(
             _list_kernel, (min(triton.cdiv(count * chunks, block_t), config.programs),), values, sampling.temperature,
-            queue, state, edges, parts, counts, members, count, values.stride(0), num_warps=config.chunk_warps,
-            BLOCK_T=block_t, BLOCK_V=config.chunk, WARPS=config.chunk_warps, **sizes,
+            queue, state, edges, lists, count, values.stride(0), num_warps=static.PARTS, BLOCK_T=block_t,
+            STATIC=static, **pdl_options(chip),
         )  # fmt: skip
-    return parts, counts, members
+    return lists

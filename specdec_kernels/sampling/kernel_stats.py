@@ -41,11 +41,10 @@ class Rows(NamedTuple):
 class Strips(NamedTuple):
     """Statistics of all rows."""
 
-    tops: torch.Tensor  # [R, STRIPS] float32
-    sums: torch.Tensor  # [0 to 2, R, STRIPS] float32: at the temperature, at 1
+    tops: torch.Tensor  # [R, STRIPS] float32: the largest value
+    sums: torch.Tensor  # [0 to 2, R, STRIPS] float32: at the temperature (sampled rows), at 1 (log-probabilities)
     groups: torch.Tensor | None  # [R, groups of 64 tokens] float32, where there are filters
-    queue: torch.Tensor | None  # [1 + R] int32, empty: for the rows that filters defer
-    length: int  # tokens of a strip
+    queue: torch.Tensor | None  # [1 + R] int32: for the rows that filters defer; emptied, its first entry is set to 0
 
 
 @triton.jit
@@ -84,10 +83,7 @@ def _statistics(
 def _stats_kernel(
     values_ptr,  # [R, VOCAB], row stride row_stride
     temperature_ptr,  # [R / PER_REQUEST] float32, or None without SAMPLE
-    tops_ptr,  # [R, STRIPS] float32: the largest value
-    sums_ptr,  # [0 to 2, R, STRIPS] float32: sum at T (with SAMPLE), sum at 1 (with NORMALISE)
-    groups_ptr,  # [R, GROUPS] float32: maximum of each 64 tokens, or None
-    queue_ptr,  # [1 + R] int32: emptied, that is its first entry set to 0; or None
+    strips,  # Strips, written
     rows,
     row_stride,
     PER_REQUEST: tl.constexpr,
@@ -108,10 +104,10 @@ def _stats_kernel(
     column = (pair % STRIPS * (STEPS * LANES) + step) * ENTRIES + tl.arange(0, ENTRIES)[None, :]
     wait_for_predecessor(PDL)
     # Programs of `_select_kernel` need registers at once, and would take them from the last programs of this one.
-    launch_dependents(PDL and groups_ptr is not None)
-    if queue_ptr is not None:
+    launch_dependents(PDL and strips.groups is not None)
+    if strips.queue is not None:
         if tl.program_id(0) == 0:
-            tl.store(queue_ptr, 0)
+            tl.store(strips.queue, 0)
     there = (pair < rows * STRIPS) & (column < VOCAB)
     value = d.load_entries(values_ptr, pair // STRIPS, column, row_stride, there)
     value = tl.reshape(value, (STEPS, BLOCK_S, LANES, ENTRIES))
@@ -133,14 +129,14 @@ def _stats_kernel(
     if _any(fine == 0):
         value = d.usable(value)
         top, mass, plain = _statistics(value, scale, samples, twice, SAMPLE, NORMALISE, PROBS)
-    tl.store(tops_ptr + pair, top, mask=live)
+    tl.store(strips.tops + pair, top, mask=live)
     plane = rows.to(tl.int64) * STRIPS
     if SAMPLE:
-        tl.store(sums_ptr + pair, mass, mask=live)
+        tl.store(strips.sums + pair, mass, mask=live)
     if NORMALISE:
-        tl.store(sums_ptr + (plane if SAMPLE else 0) + pair, plain, mask=live)
-    if groups_ptr is not None:
-        _store_group_maxima(groups_ptr, value, row, strip, live, VOCAB, BLOCK_S, STEPS)
+        tl.store(strips.sums + (plane if SAMPLE else 0) + pair, plain, mask=live)
+    if strips.groups is not None:
+        _store_group_maxima(strips.groups, value, row, strip, live, VOCAB, BLOCK_S, STEPS)
 
 
 @triton.jit
@@ -157,23 +153,28 @@ def _store_group_maxima(
     tl.store(at, of_groups, mask=live[None, :, None] & (group < GROUPS))
 
 
+def strip_length(chip: str, vocab: int) -> int:
+    """Tokens of a strip."""
+    return STEP * min(SELECTION[chip].steps, triton.next_power_of_2(triton.cdiv(vocab, STEP)))
+
+
 def measure(rows: Rows, normalise: bool, weigh_all: bool) -> Strips:
     """Statistics of the strips of every row; with `weigh_all` greedy rows have sums too, at temperature 1."""
     (count, vocab), temperature, chip = rows.values.shape, rows.sampling.temperature, current_chip(rows.values)
     config, sample, filtered = SELECTION[chip], temperature is not None, rows.filtered
-    steps = min(config.steps, triton.next_power_of_2(triton.cdiv(vocab, STEP)))
-    strips = triton.cdiv(vocab, steps * STEP)
+    length = strip_length(chip, vocab)
+    strips = triton.cdiv(vocab, length)
     out = partial(torch.empty, device=rows.values.device)
     found = Strips(
         out(count, strips), out(sample + normalise, count, strips),
         out(count, triton.cdiv(vocab, GROUP_SIZE)) if filtered else None,
-        out(count + 1, dtype=torch.int32) if filtered else None, steps * STEP,
+        out(count + 1, dtype=torch.int32) if filtered else None,
     )  # fmt: skip
     block_s = min(config.sampled_strips if sample else config.strips, triton.next_power_of_2(max(count * strips, 1)))
     launch(
-        _stats_kernel, (triton.cdiv(count * strips, block_s),), rows.values, temperature, *found[:4], count,
+        _stats_kernel, (triton.cdiv(count * strips, block_s),), rows.values, temperature, found, count,
         rows.values.stride(0), num_warps=min(block_s, _MOST_WARPS), PER_REQUEST=rows.per_request, VOCAB=vocab,
         STRIPS=strips, SAMPLE=sample, NORMALISE=normalise, WEIGH_ALL=weigh_all, PROBS=rows.probabilities,
-        BLOCK_S=block_s, STEPS=steps, **pdl_options(chip),
+        BLOCK_S=block_s, STEPS=length // STEP, **pdl_options(chip),
     )  # fmt: skip
     return found

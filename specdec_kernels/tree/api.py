@@ -151,14 +151,12 @@ def sample_children(
         replacement: whether siblings may carry one token.
         uniforms: [B, N] float64 in [0, 1), one per node, replaces the generator.
     """
-    call = ChildSampling(
-        tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms, replacement
-    )  # fmt: skip
+    call = ChildSampling(tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms)
     expect_fields(call)
     expect_at_least_one(**{"V of probs": probs.shape[2], "C of top_tokens": top_tokens.shape[2]})
     if uniforms is None and (seeds is None or positions is None):
         raise ValueError("sample_children: expected seeds and positions, or uniforms; got neither")
-    dispatch("sample_children", __package__, impl, probs, kernel="kernel_sample")(call)
+    dispatch("sample_children", __package__, impl, probs, kernel="kernel_sample")(call, replacement)
 
 
 def expand_tree(
@@ -233,17 +231,13 @@ def rerank_tree(
         last_tokens: [B] int64, token of each root: the last committed one.
         num_nodes: N, nodes with the root, 1 to 256.
     """
-    shape = path_scores.shape
-    expect_tensors(
-        path_scores=(path_scores, (None, None), torch.float32),
-        tokens=(tokens, shape, torch.int64),
-        parents=(parents, shape, torch.int32),
-        last_tokens=(last_tokens, shape[:1], torch.int64),
-    )
-    expect_between("M of path_scores", shape[1], 1, MAX_CANDIDATES)
+    candidates = Candidates(path_scores, tokens, parents)
+    expect_fields(candidates, others=dict(last_tokens=last_tokens))
+    expect_tensors(last_tokens=(last_tokens, path_scores.shape[:1], torch.int64))
+    expect_between("M of path_scores", path_scores.shape[1], 1, MAX_CANDIDATES)
     expect_nodes("num_nodes", num_nodes)
     rerank = dispatch("rerank_tree", __package__, impl, path_scores, kernel="kernel_selection")
-    return rerank(path_scores, tokens, parents, last_tokens, num_nodes)
+    return rerank(candidates, last_tokens, num_nodes)
 
 
 def best_first_tree(

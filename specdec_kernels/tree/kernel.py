@@ -82,11 +82,7 @@ def _chain_links(node, word, NODES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N
 def _links_kernel(
     parents_ptr,  # [B, N] int32, or None for chains
     lengths_ptr,  # [B] int64
-    first_child_ptr,  # [B, N] int32
-    next_sibling_ptr,  # [B, N] int32
-    depth_ptr,  # [B, N] int32
-    positions_ptr,  # [B, N] int64
-    mask_ptr,  # [B, N, WORDS] int64
+    links,  # TreeLinks, written
     batch,
     NODES: tl.constexpr,
     WORDS: tl.constexpr,
@@ -106,12 +102,12 @@ def _links_kernel(
     live = (request < batch) & (node < NODES)
     row = request.to(tl.int64) * NODES
     length = tl.load(lengths_ptr + request, mask=request < batch, other=0)
-    tl.store(first_child_ptr + row + node, tl.where(first_child < NODES, first_child, -1), mask=live)
-    tl.store(next_sibling_ptr + row + node, tl.where(next_sibling < NODES, next_sibling, -1), mask=live)
-    tl.store(depth_ptr + row + node, depth, mask=live)
-    tl.store(positions_ptr + row + node, length + depth, mask=live)
+    tl.store(links.first_child + row + node, tl.where(first_child < NODES, first_child, -1), mask=live)
+    tl.store(links.next_sibling + row + node, tl.where(next_sibling < NODES, next_sibling, -1), mask=live)
+    tl.store(links.depth + row + node, depth, mask=live)
+    tl.store(links.positions + row + node, length + depth, mask=live)
     mask_row = ((row + node) * WORDS)[:, :, None]
-    tl.store(mask_ptr + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
+    tl.store(links.mask + mask_row + word, bits, mask=live[:, :, None] & (word < WORDS))
 
 
 @triton.jit
@@ -159,12 +155,9 @@ def _mask_parents_kernel(
 
 @triton.jit
 def _merge_kernel(
-    tokens_ptr,  # [B, FIRST] int64
-    parents_ptr,  # [B, FIRST] int32
-    other_tokens_ptr,  # [B, SECOND] int64
-    other_parents_ptr,  # [B, SECOND] int32
-    out_tokens_ptr,  # [B, FIRST + SECOND - 1] int64
-    out_parents_ptr,  # [B, FIRST + SECOND - 1] int32
+    tree,  # MergedTree of FIRST nodes
+    other,  # MergedTree of SECOND nodes
+    merged,  # MergedTree, written
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -172,15 +165,15 @@ def _merge_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_N)
-    token = tl.load(tokens_ptr + request * FIRST + node, mask=node < FIRST, other=0)
-    parent = tl.load(parents_ptr + request * FIRST + node, mask=node < FIRST, other=_UNUSED_PARENT)
+    token = tl.load(tree.tokens + request * FIRST + node, mask=node < FIRST, other=0)
+    parent = tl.load(tree.parents + request * FIRST + node, mask=node < FIRST, other=_UNUSED_PARENT)
     parent = tl.where((parent >= 0) & (parent < node), parent, _UNUSED_PARENT)
     parent = tl.where(node == 0, -1, parent)
     second = tl.arange(0, BLOCK_S)
     place = tl.where(second == 0, 0, _NOWHERE)  # of the second tree's nodes in the union
     for number in range(1, SECOND):
-        theirs = tl.load(other_parents_ptr + request * SECOND + number)
-        wanted = tl.load(other_tokens_ptr + request * SECOND + number)
+        theirs = tl.load(other.parents + request * SECOND + number)
+        wanted = tl.load(other.tokens + request * SECOND + number)
         # No node that is still to come has a place.
         above = tl.max(tl.where(second == theirs, place, _NOWHERE), 0)
         same = (parent == above) & (token == wanted)
@@ -193,8 +186,8 @@ def _merge_kernel(
         place = tl.where(second == number, there, place)
     out = request * (FIRST + SECOND - 1)
     live = node < FIRST + SECOND - 1
-    tl.store(out_tokens_ptr + out + node, token, mask=live)
-    tl.store(out_parents_ptr + out + node, parent, mask=live)
+    tl.store(merged.tokens + out + node, token, mask=live)
+    tl.store(merged.parents + out + node, parent, mask=live)
 
 
 def build_tree(parents: torch.Tensor | None, lengths: torch.Tensor, num_nodes: int | None = None) -> TreeLinks:
@@ -208,7 +201,7 @@ def build_tree(parents: torch.Tensor | None, lengths: torch.Tensor, num_nodes: i
     )
     grid, num_warps, blocks = _plan(lengths, num_nodes)
     launch(
-        _links_kernel, grid, parents, lengths, *links, batch, num_warps=num_warps, WORDS=words,
+        _links_kernel, grid, parents, lengths, links, batch, num_warps=num_warps, WORDS=words,
         BLOCK_W=triton.next_power_of_2(words), **blocks,
     )  # fmt: skip
     return links
@@ -243,8 +236,8 @@ def merge_trees(
     merged = MergedTree(tokens.new_empty(batch, size), parents.new_empty(batch, size))
     # One warp: a step is a few reductions in a row, and within a warp they need no barrier.
     launch(
-        _merge_kernel, (batch,), tokens, parents, other_tokens, other_parents, *merged, num_warps=1, FIRST=first,
-        SECOND=second, BLOCK_N=lanes(size), BLOCK_S=lanes(second),
+        _merge_kernel, (batch,), MergedTree(tokens, parents), MergedTree(other_tokens, other_parents), merged,
+        num_warps=1, FIRST=first, SECOND=second, BLOCK_N=lanes(size), BLOCK_S=lanes(second),
     )  # fmt: skip
     return merged
 

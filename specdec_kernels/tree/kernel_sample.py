@@ -48,16 +48,8 @@ def _group_masses_kernel(
 
 @triton.jit(do_not_specialize=["batch"])
 def _sample_children_kernel(
-    probs_ptr,  # [B, ROWS, VOCAB] float32
+    call,  # ChildSampling, whose tokens are written
     masses_ptr,  # [B * ROWS, GROUPS] float32
-    tokens_ptr,  # [B, NODES] int64, written
-    children_ptr,  # [PARENTS, COUNT] int32: nodes, then -1
-    rows_ptr,  # [PARENTS] int32
-    top_tokens_ptr,  # [B, ROWS, CHOICES] int64
-    temperature_ptr,  # [B] float32
-    seeds_ptr,  # [B] int64, or None
-    positions_ptr,  # [B] int64, or None
-    uniforms_ptr,  # [B, NODES] float64, or None
     batch,
     PARENTS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -76,8 +68,8 @@ def _sample_children_kernel(
     request = pair // PARENTS
     parent = pair - request * PARENTS
     in_pairs = request < batch
-    row = request * ROWS + tl.load(rows_ptr + parent, mask=in_pairs, other=0)
-    drawing = in_pairs & (tl.load(temperature_ptr + request, mask=in_pairs, other=0.0) > 0)
+    row = request * ROWS + tl.load(call.rows + parent, mask=in_pairs, other=0)
+    drawing = in_pairs & (tl.load(call.temperature + request, mask=in_pairs, other=0.0) > 0)
     in_group = tl.arange(0, WIDTH)[None, :]
     lane = tl.arange(0, BLOCK_K)[None, :]
     group_lane = tl.arange(0, BLOCK_G)[None, :]
@@ -85,17 +77,17 @@ def _sample_children_kernel(
     mass = tl.load(masses_ptr + place, mask=drawing[:, None] & (group_lane < GROUPS), other=0.0)
     chosen = tl.full((BLOCK_R, BLOCK_K), -1, tl.int32)
     for rank in range(COUNT):
-        child = tl.load(children_ptr + parent * COUNT + rank, mask=in_pairs, other=-1)
+        child = tl.load(call.children + parent * COUNT + rank, mask=in_pairs, other=-1)
         wanted = in_pairs & (child >= 0)
-        if uniforms_ptr is not None:
-            uniform = tl.load(uniforms_ptr + request.to(tl.int64) * NODES + child, mask=wanted, other=0.0)
+        if call.uniforms is not None:
+            uniform = tl.load(call.uniforms + request.to(tl.int64) * NODES + child, mask=wanted, other=0.0)
         else:
-            seed = tl.load(seeds_ptr + request, mask=wanted, other=0)
-            position = tl.load(positions_ptr + request, mask=wanted, other=0)
+            seed = tl.load(call.seeds + request, mask=wanted, other=0)
+            position = tl.load(call.positions + request, mask=wanted, other=0)
             uniform = d.philox_uniform(seed, position, _DRAFT, child)
         group, within = d.find(mass, uniform)
         column = tl.maximum(group, 0)[:, None] * WIDTH + in_group
-        weight = _probability(probs_ptr, row[:, None], column, (drawing & (group >= 0))[:, None], VOCAB)
+        weight = _probability(call.probs, row[:, None], column, (drawing & (group >= 0))[:, None], VOCAB)
         if not REPLACEMENT:
             for earlier in range(rank):
                 gone = tl.sum(tl.where(lane == earlier, chosen, 0), 1)
@@ -109,12 +101,12 @@ def _sample_children_kernel(
         # Where nothing is left the first child's token is repeated: the rules pass over it.
         filled = tl.where(token >= 0, token, tl.maximum(tl.sum(tl.where(lane == 0, chosen, 0), 1), 0)).to(tl.int64)
         choice = row.to(tl.int64) * CHOICES + tl.minimum(rank, CHOICES - 1)
-        greedy = tl.load(top_tokens_ptr + choice, mask=wanted & (drawing == 0), other=0)
+        greedy = tl.load(call.top_tokens + choice, mask=wanted & (drawing == 0), other=0)
         at = request.to(tl.int64) * NODES + child
-        tl.store(tokens_ptr + at, tl.where(drawing, filled, greedy), mask=wanted)
+        tl.store(call.tokens + at, tl.where(drawing, filled, greedy), mask=wanted)
 
 
-def sample_children(call: ChildSampling) -> None:
+def sample_children(call: ChildSampling, replacement: bool) -> None:
     (batch, num_rows, vocab), (parents, count) = call.probs.shape, call.children.shape
     config = CONFIGS[current_chip(call.probs)]
     width, groups, block_g = d.grouping(vocab, config.sample_width)
@@ -127,10 +119,9 @@ def sample_children(call: ChildSampling) -> None:
         masses, batch * num_rows, num_warps=config.topk_warps, BLOCK_R=block_r, BLOCK_S=block_s, **sizes,
     )  # fmt: skip
     block_r = d.rows_per_program(batch * parents, config.max_requests, block_g)
-    sources = (call.seeds, call.positions, None) if call.uniforms is None else (None, None, call.uniforms)
     launch(
-        _sample_children_kernel, (triton.cdiv(batch * parents, block_r),), call.probs, masses, call.tokens,
-        call.children, call.rows, call.top_tokens, call.temperature, *sources, batch, num_warps=config.sample_warps,
-        PARENTS=parents, COUNT=count, ROWS=num_rows, NODES=call.tokens.shape[1], CHOICES=call.top_tokens.shape[2],
-        REPLACEMENT=call.replacement, BLOCK_R=block_r, BLOCK_K=lanes(count), BLOCK_G=block_g, **sizes,
+        _sample_children_kernel, (triton.cdiv(batch * parents, block_r),), call, masses, batch,
+        num_warps=config.sample_warps, PARENTS=parents, COUNT=count, ROWS=num_rows, NODES=call.tokens.shape[1],
+        CHOICES=call.top_tokens.shape[2], REPLACEMENT=replacement, BLOCK_R=block_r, BLOCK_K=lanes(count),
+        BLOCK_G=block_g, **sizes,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.sampling.device import key_value, sort_key
 from specdec_kernels.tree.reference import SMALLEST_PRODUCT
-from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, Expansion, Frontier, Selection
+from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, Candidates, Expansion, Frontier, Selection
 
 _UNUSED_PARENT = tl.constexpr(UNUSED_PARENT)
 _WORD_BITS = tl.constexpr(WORD_BITS)
@@ -31,17 +31,9 @@ def _expand_kernel(
     probs_ptr,  # [B, PARENTS, CHILDREN] float32
     tokens_ptr,  # [B, PARENTS, CHILDREN] int64
     vocabulary_ptr,  # [V] int64, or None
-    scores_ptr,  # [B, PARENTS] float32 of the frontier, or None for the root
-    ids_ptr,  # [B, PARENTS] int32, or None for the root
-    seen_ptr,  # [B, PARENTS, SEEN] int64, or None for the root
-    path_scores_ptr,  # [B, CANDIDATES] float32
-    all_tokens_ptr,  # [B, CANDIDATES] int64
-    all_parents_ptr,  # [B, CANDIDATES] int32
-    next_scores_ptr,  # [B, WIDTH] float32; this and the next four None after the last level
-    next_ids_ptr,  # [B, WIDTH] int32
-    next_tokens_ptr,  # [B, WIDTH] int64
-    next_parents_ptr,  # [B, WIDTH] int64
-    mask_ptr,  # [B, WIDTH, WORDS] int64
+    frontier,  # Frontier of PARENTS nodes, or None for the root
+    candidates,  # Candidates, written
+    following,  # Frontier of WIDTH nodes, written, or None after the last level
     first,
     slot,
     PARENTS: tl.constexpr,
@@ -64,15 +56,15 @@ def _expand_kernel(
     launch_dependents(PDL)
     path_score = tl.load(probs_ptr + row + child, mask=live, other=0.0)
     above = child * 0 - 1
-    if scores_ptr is not None:
+    if frontier is not None:
         parent = request * PARENTS + child // CHILDREN
-        path_score = tl.load(scores_ptr + parent, mask=live, other=0.0) * path_score
-        above = tl.load(ids_ptr + parent, mask=live, other=-1)
+        path_score = tl.load(frontier.scores + parent, mask=live, other=0.0) * path_score
+        above = tl.load(frontier.candidates + parent, mask=live, other=-1)
     path_score = tl.where(path_score == path_score, path_score, float("-inf"))
-    tl.store(path_scores_ptr + out + child, path_score, mask=live)
-    tl.store(all_parents_ptr + out + child, above, mask=live)
+    tl.store(candidates.path_scores + out + child, path_score, mask=live)
+    tl.store(candidates.parents + out + child, above, mask=live)
     token = _target_token(tokens_ptr + row + child, vocabulary_ptr, live)
-    tl.store(all_tokens_ptr + out + child, token, mask=live)
+    tl.store(candidates.tokens + out + child, token, mask=live)
 
     if WIDTH > 0:
         image = tl.where(live, sort_key(path_score, 0), NO_SCORE)
@@ -87,22 +79,22 @@ def _expand_kernel(
             image = tl.where(child == winner, NO_SCORE, image)
         kept = node < WIDTH
         at = request * WIDTH + node
-        tl.store(next_scores_ptr + at, key_value(key, 0), mask=kept)
-        tl.store(next_ids_ptr + at, first + index, mask=kept)
-        tl.store(next_tokens_ptr + at, _target_token(tokens_ptr + row + index, vocabulary_ptr, kept), mask=kept)
-        tl.store(next_parents_ptr + at, (index // CHILDREN).to(tl.int64), mask=kept)
+        tl.store(following.scores + at, key_value(key, 0), mask=kept)
+        tl.store(following.candidates + at, first + index, mask=kept)
+        tl.store(following.tokens + at, _target_token(tokens_ptr + row + index, vocabulary_ptr, kept), mask=kept)
+        tl.store(following.parents + at, (index // CHILDREN).to(tl.int64), mask=kept)
         # A node sees what its parent sees, and its own slot.
         own = slot + node
         one = tl.full(node.shape, 1, tl.int64)
         for word in tl.static_range(WORDS):
             bits = tl.where(own // _WORD_BITS == word, one << (own % _WORD_BITS).to(tl.int64), 0)
-            if seen_ptr is not None:
+            if frontier is not None:
                 if word < SEEN:
                     seen = (request * PARENTS + index // CHILDREN) * SEEN
-                    bits |= tl.load(seen_ptr + seen + word, mask=kept, other=0)
+                    bits |= tl.load(frontier.mask + seen + word, mask=kept, other=0)
             elif word == 0 and ROOT:
                 bits |= one
-            tl.store(mask_ptr + at * WORDS + word, bits, mask=kept)
+            tl.store(following.mask + at * WORDS + word, bits, mask=kept)
 
 
 @triton.jit
@@ -116,14 +108,9 @@ def _target_token(token_ptr, vocabulary_ptr, live):
 
 @triton.jit
 def _rerank_kernel(
-    path_scores_ptr,  # [B, CANDIDATES] float32
-    tokens_ptr,  # [B, CANDIDATES] int64
-    parents_ptr,  # [B, CANDIDATES] int32
+    candidates,  # Candidates
     last_tokens_ptr,  # [B] int64
-    out_tokens_ptr,  # [B, NODES] int64
-    out_parents_ptr,  # [B, NODES] int32
-    out_candidates_ptr,  # [B, NODES] int32
-    out_scores_ptr,  # [B, NODES] float32
+    tree,  # Selection, written
     CANDIDATES: tl.constexpr,
     NODES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -133,7 +120,7 @@ def _rerank_kernel(
     candidate = tl.arange(0, BLOCK_M)
     live = candidate < CANDIDATES
     row = request * CANDIDATES
-    score = tl.load(path_scores_ptr + row + candidate, mask=live, other=float("-inf"))
+    score = tl.load(candidates.path_scores + row + candidate, mask=live, other=float("-inf"))
     image = sort_key(tl.where(score == score, score, float("-inf")), 0)
     image = tl.where(image > _MINUS_INFINITY, image, NO_SCORE)
 
@@ -148,24 +135,24 @@ def _rerank_kernel(
     kept = (image > threshold) | (is_tie & (tl.cumsum(is_tie.to(tl.int32), 0) <= ties_wanted))
     node = tl.where(kept, tl.cumsum(kept.to(tl.int32), 0), _UNUSED_PARENT)
 
-    parent = tl.load(parents_ptr + row + candidate, mask=live, other=_UNUSED_PARENT)
+    parent = tl.load(candidates.parents + row + candidate, mask=live, other=_UNUSED_PARENT)
     before = (parent >= 0) & (parent < candidate)
     parent_node = tl.gather(node, tl.where(before, parent, 0), 0)
     parent_node = tl.where(before, parent_node, tl.where(parent == -1, 0, _UNUSED_PARENT))
-    token = tl.load(tokens_ptr + row + candidate, mask=kept, other=0)
+    token = tl.load(candidates.tokens + row + candidate, mask=kept, other=0)
     out = request * NODES
-    tl.store(out_tokens_ptr + out + node, token, mask=kept)
-    tl.store(out_parents_ptr + out + node, parent_node, mask=kept)
-    tl.store(out_candidates_ptr + out + node, candidate, mask=kept)
-    tl.store(out_scores_ptr + out + node, score, mask=kept)
+    tl.store(tree.tokens + out + node, token, mask=kept)
+    tl.store(tree.parents + out + node, parent_node, mask=kept)
+    tl.store(tree.candidates + out + node, candidate, mask=kept)
+    tl.store(tree.scores + out + node, score, mask=kept)
 
     other = tl.arange(0, BLOCK_N)
     rest = (other < NODES) & ((other == 0) | (other > wanted))
     last_token = tl.load(last_tokens_ptr + request)
-    tl.store(out_tokens_ptr + out + other, tl.where(other == 0, last_token, 0), mask=rest)
-    tl.store(out_parents_ptr + out + other, tl.where(other == 0, -1, _UNUSED_PARENT), mask=rest)
-    tl.store(out_candidates_ptr + out + other, other * 0 - 1, mask=rest)
-    tl.store(out_scores_ptr + out + other, tl.where(other == 0, 1.0, 0.0), mask=rest)
+    tl.store(tree.tokens + out + other, tl.where(other == 0, last_token, 0), mask=rest)
+    tl.store(tree.parents + out + other, tl.where(other == 0, -1, _UNUSED_PARENT), mask=rest)
+    tl.store(tree.candidates + out + other, other * 0 - 1, mask=rest)
+    tl.store(tree.scores + out + other, tl.where(other == 0, 1.0, 0.0), mask=rest)
 
 
 @triton.jit
@@ -180,10 +167,7 @@ def _best_first_kernel(
     probs_ptr,  # [B, DEPTHS, CHILDREN] float32
     tokens_ptr,  # [B, DEPTHS, CHILDREN] int64
     last_tokens_ptr,  # [B] int64
-    out_tokens_ptr,  # [B, NODES] int64
-    out_parents_ptr,  # [B, NODES] int32
-    out_candidates_ptr,  # [B, NODES] int32
-    out_scores_ptr,  # [B, NODES] float32
+    tree,  # Selection, written
     DEPTHS: tl.constexpr,
     CHILDREN: tl.constexpr,
     NODES: tl.constexpr,
@@ -192,10 +176,10 @@ def _best_first_kernel(
     request = tl.program_id(0).to(tl.int64)
     row = request * (DEPTHS * CHILDREN)
     out = request * NODES
-    tl.store(out_tokens_ptr + out, tl.load(last_tokens_ptr + request))
-    tl.store(out_parents_ptr + out, -1)
-    tl.store(out_candidates_ptr + out, -1)
-    tl.store(out_scores_ptr + out, 1.0)
+    tl.store(tree.tokens + out, tl.load(last_tokens_ptr + request))
+    tl.store(tree.parents + out, -1)
+    tl.store(tree.candidates + out, -1)
+    tl.store(tree.scores + out, 1.0)
 
     lane = tl.arange(0, BLOCK_N)
     value = tl.where(lane == 0, 1.0, 0.0)
@@ -209,10 +193,10 @@ def _best_first_kernel(
         is_parent = (lane == parent) & found
         candidate = tl.max(tl.where(is_parent, depth * CHILDREN + next_rank, -1), 0)
         token = tl.load(tokens_ptr + row + candidate, mask=found, other=0)
-        tl.store(out_tokens_ptr + out + node, token)
-        tl.store(out_parents_ptr + out + node, tl.where(found, parent, _UNUSED_PARENT))
-        tl.store(out_candidates_ptr + out + node, candidate)
-        tl.store(out_scores_ptr + out + node, best.to(tl.float32, bitcast=True))
+        tl.store(tree.tokens + out + node, token)
+        tl.store(tree.parents + out + node, tl.where(found, parent, _UNUSED_PARENT))
+        tl.store(tree.candidates + out + node, candidate)
+        tl.store(tree.scores + out + node, best.to(tl.float32, bitcast=True))
 
         is_new = (lane == node) & found
         value = tl.where(is_new, best.to(tl.float32, bitcast=True), value)
@@ -227,15 +211,14 @@ def _best_first_kernel(
 def expand_tree(call: Expansion) -> Frontier | None:
     frontier, probs, mask, width = call.frontier, call.probs, call.mask, call.width
     batch, parents, children = probs.shape
-    before = (None, None, None) if frontier is None else (frontier.scores, frontier.candidates, frontier.mask)
     following = None
     if mask is not None:
         ids = [probs.new_empty(batch, width, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.int64)]
         following = Frontier(probs.new_empty(batch, width), *ids, mask)
     block_m = _lanes(parents * children)
     launch(
-        _expand_kernel, (batch,), probs, call.tokens, call.vocabulary, *before, *call.candidates,
-        *(following or [None] * 5), call.first, call.slot, PARENTS=parents, CHILDREN=children,
+        _expand_kernel, (batch,), probs, call.tokens, call.vocabulary, frontier, call.candidates, following,
+        call.first, call.slot, PARENTS=parents, CHILDREN=children,
         CANDIDATES=call.candidates.path_scores.shape[1], WIDTH=width,
         SEEN=0 if frontier is None else frontier.mask.shape[2], WORDS=0 if mask is None else mask.shape[2],
         ROOT=call.root_is_stored, BLOCK_M=block_m, BLOCK_T=lanes(width), num_warps=_warps(block_m),
@@ -244,14 +227,12 @@ def expand_tree(call: Expansion) -> Frontier | None:
     return following
 
 
-def rerank_tree(
-    path_scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int
-) -> Selection:
-    batch, candidates = path_scores.shape
+def rerank_tree(call: Candidates, last_tokens: torch.Tensor, num_nodes: int) -> Selection:
+    batch, candidates = call.path_scores.shape
     selection = empty_selection(last_tokens, num_nodes)
     block_m = _lanes(candidates)
     launch(
-        _rerank_kernel, (batch,), path_scores, tokens, parents, last_tokens, *selection,
+        _rerank_kernel, (batch,), call, last_tokens, selection,
         CANDIDATES=candidates, NODES=num_nodes, BLOCK_M=block_m, BLOCK_N=_lanes(num_nodes),
         num_warps=_warps(block_m),
     )  # fmt: skip
@@ -263,7 +244,7 @@ def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torc
     selection = empty_selection(last_tokens, num_nodes)
     # One warp: a step is a few reductions in a row, and within a warp they need no barrier.
     launch(
-        _best_first_kernel, (batch,), probs, tokens, last_tokens, *selection,
+        _best_first_kernel, (batch,), probs, tokens, last_tokens, selection,
         DEPTHS=depths, CHILDREN=children, NODES=num_nodes, BLOCK_N=_lanes(num_nodes), num_warps=1,
     )  # fmt: skip
     return selection

@@ -8,6 +8,7 @@ from specdec_kernels.sampling.types import DRAFT_STREAM
 from specdec_kernels.tree.types import (
     UNUSED_PARENT,
     WORD_BITS,
+    Candidates,
     ChildSampling,
     DraftTopk,
     Expansion,
@@ -87,8 +88,8 @@ def draft_topk(logits: Tensor, k: int) -> DraftTopk:
     return DraftTopk(probs.float(), tokens.contiguous())
 
 
-def sample_children(call: ChildSampling) -> None:
-    tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms, replacement = call
+def sample_children(call: ChildSampling, replacement: bool) -> None:
+    tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms = call
     (batch, num_nodes), (parents, count) = tokens.shape, children.shape
     if not batch * parents:
         return
@@ -146,7 +147,8 @@ def expand_tree(call: Expansion) -> Frontier | None:
     return Frontier(best.contiguous(), (first + index).int(), ids.flatten(1).gather(1, index), parent, mask)
 
 
-def rerank_tree(path_scores: Tensor, tokens: Tensor, parents: Tensor, last_tokens: Tensor, num_nodes: int) -> Selection:
+def rerank_tree(candidates: Candidates, last_tokens: Tensor, num_nodes: int) -> Selection:
+    path_scores, tokens, parents = candidates
     batch, num_candidates = path_scores.shape
     candidate = torch.arange(num_candidates, device=path_scores.device)
     score = torch.where(path_scores.isnan(), -torch.inf, path_scores)

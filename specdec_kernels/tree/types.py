@@ -30,7 +30,7 @@ class Selection(NamedTuple):
 
 
 class MergedTree(NamedTuple):
-    """The union of two trees in a batch, as `build_tree` takes it."""
+    """A batch of trees, or the union of two, as `build_tree` takes it."""
 
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int32, -1 for the root, -2 for nodes outside the tree
@@ -73,7 +73,6 @@ class ChildSampling(NamedTuple):
     seeds: Annotated[Tensor | None, "B int64"]
     positions: Annotated[Tensor | None, "B int64"]
     uniforms: Annotated[Tensor | None, "B N float64"]
-    replacement: bool
 
 
 class Expansion(NamedTuple):

@@ -19,17 +19,27 @@ CLASSES = len(CLASS_EDGES) + 1
 _CLASSES = tl.constexpr(CLASSES)
 
 
+class Rows(NamedTuple):
+    """The rows of the target and of the draft in memory."""
+
+    target: Any  # [B * N, VOCAB], row stride row_stride; not `values`, which is an attribute of every tuple in Triton
+    terms: Any  # [4, B * N] float32, see `sampling.kernel.Selected.distribution`
+    argmax: Any  # [B * N] int64
+    valid: Any  # [B * N] bool
+    temperature: Any  # [B] float32
+    draft: Any  # [B, DRAFT_ROWS, VOCAB] float32
+    draft_rows: Any  # [B, N] int32, or None: node n has row n
+
+
 class Distributions(NamedTuple):
     """The rows of the target and of the draft, as kernels read them."""
 
-    values_ptr: Any  # [B * N, VOCAB] of the target, row stride row_stride
+    of: Any  # Rows
     row_stride: Any
-    terms_ptr: Any  # [4, B * N] float32, see `sampling.kernel.Selected.distribution`
     rows: Any  # B * N
-    draft_ptr: Any  # [B, DRAFT_ROWS, VOCAB] float32
-    factors_ptr: Any  # [B, N, CLASSES] float32: q' / q by class under `greedy_paths`, else None
-    words_ptr: Any  # [B, WORDS] int64, zeros: where the programs that share a row add; None for one program
-    splits: Any  # programs that share the passes over a row
+    factors: Any = None  # [B, N, CLASSES] float32: q' / q by class under `greedy_paths`
+    words: Any = None  # [B, WORDS] int64, zeros: where the programs that share a row add; None for one program
+    splits: Any = 1  # programs that share the passes over a row
 
 
 class Terms(NamedTuple):
@@ -39,14 +49,6 @@ class Terms(NamedTuple):
     floor: Any
     total: Any
     scale: Any
-
-
-class Uniforms(NamedTuple):
-    """The source of a request's uniforms: the generator, or given ones."""
-
-    seeds_ptr: Any  # [B] int64, or None
-    positions_ptr: Any  # [B, N] int64, or None
-    uniforms_ptr: Any  # [B, N + 1] float64, or None
 
 
 @triton.jit
@@ -67,9 +69,9 @@ def wide_entry(values, lane, index):
 @triton.jit
 def target_terms(source, temperature, row, asks):
     """`Terms` of the rows in `asks`, shaped as `row`."""
-    top = tl.load(source.terms_ptr + row, mask=asks, other=0.0)
-    floor = tl.load(source.terms_ptr + source.rows + row, mask=asks, other=0.0)
-    total = tl.load(source.terms_ptr + 2 * source.rows + row, mask=asks, other=1.0)
+    top = tl.load(source.of.terms + row, mask=asks, other=0.0)
+    floor = tl.load(source.of.terms + source.rows + row, mask=asks, other=0.0)
+    total = tl.load(source.of.terms + 2 * source.rows + row, mask=asks, other=1.0)
     # A row without a usable logit has weights and a total of 0.
     return Terms(top, floor, tl.where(total > 0, total, 1.0), d.exponent_scale(temperature))
 
@@ -77,7 +79,7 @@ def target_terms(source, temperature, row, asks):
 @triton.jit
 def target_prob(source, terms, row, column, live, PROBS: tl.constexpr):
     """p of `column` in `row`, which has these `terms`; 0 where not `live`. All broadcast against each other."""
-    value = d.load_values(source.values_ptr, row, column, source.row_stride, live)
+    value = d.load_values(source.of.target, row, column, source.row_stride, live)
     return tl.where(value >= terms.floor, d.weigh(value, terms.top, terms.scale, PROBS) / terms.total, 0.0)
 
 
@@ -93,7 +95,7 @@ def draft_row(draft_rows_ptr, request, node, live, NODES: tl.constexpr, DRAFT_RO
 @triton.jit
 def draft_prob(source, row, column, live, VOCAB: tl.constexpr):
     """q of `column` in `row` of the draft; NaN and negative entries are 0, and so is a row below 0."""
-    prob = tl.load(source.draft_ptr + row.to(tl.int64) * VOCAB + column, mask=live & (row >= 0), other=0.0)
+    prob = tl.load(source.of.draft + row.to(tl.int64) * VOCAB + column, mask=live & (row >= 0), other=0.0)
     return tl.where(prob > 0, prob, 0.0)
 
 
@@ -109,9 +111,9 @@ def token_class(p, q):
 @triton.jit
 def kept_prob(source, row, p, q, live):
     """q, or under `greedy_paths` the probability that a token is sampled and kept; `row` and `p` broadcast."""
-    if source.factors_ptr is not None:
+    if source.factors is not None:
         kind = token_class(p, q)
-        q *= tl.load(source.factors_ptr + row.to(tl.int64) * _CLASSES + kind, mask=live & (q > 0), other=1.0)
+        q *= tl.load(source.factors + row.to(tl.int64) * _CLASSES + kind, mask=live & (q > 0), other=1.0)
     return q
 
 
@@ -119,30 +121,29 @@ def kept_prob(source, row, p, q, live):
 def judging_uniforms(origin, request, in_batch, node, NODES: tl.constexpr):
     """[B, BLOCK_N] float64: the uniforms that judge the nodes."""
     here = in_batch[:, None] & (node >= 1) & (node < NODES)
-    if origin.uniforms_ptr is not None:
-        uniform = tl.load(origin.uniforms_ptr + request[:, None] * (NODES + 1) + node - 1, mask=here, other=1.0)
+    if origin.uniforms is not None:
+        uniform = tl.load(origin.uniforms + request[:, None] * (NODES + 1) + node - 1, mask=here, other=1.0)
     else:
         zero = tl.zeros(here.shape, tl.int64)
-        seed = tl.load(origin.seeds_ptr + request, mask=in_batch, other=0)
-        root = tl.load(origin.positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)
+        seed = tl.load(origin.seeds + request, mask=in_batch, other=0)
+        root = tl.load(origin.positions + request.to(tl.int64) * NODES, mask=in_batch, other=0)
         uniform = d.philox_uniform(seed[:, None] + zero, root[:, None] + zero, _ACCEPT, node - 1)
     return uniform
 
 
 @triton.jit
 def store_outcome(
-    out_ptrs, length, request, in_batch, column, emitted, path, count, bonus, usable, DEPTH: tl.constexpr
+    accepted, length, request, in_batch, column, emitted, path, count, bonus, usable, DEPTH: tl.constexpr
 ):  # fmt: skip
-    """Store all fields of `Accepted` but the log-probabilities, for requests [B] and columns [1, BLOCK_D]; `out_ptrs`
-    is an `Accepted` of pointers."""
+    """Store all fields of `accepted` but the log-probabilities, for requests [B] and columns [1, BLOCK_D]."""
     out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
     in_out = in_batch[:, None] & (column <= DEPTH)
-    tl.store(out_ptrs.tokens + out, emitted, mask=in_out)
-    tl.store(out_ptrs.nodes + out, path, mask=in_out)
-    tl.store(out_ptrs.num_accepted + request, count, mask=in_batch)
-    tl.store(out_ptrs.bonus + request, bonus, mask=in_batch)
-    tl.store(out_ptrs.new_lengths + request, length + count + 1, mask=in_batch)
-    tl.store(out_ptrs.valid + request, usable, mask=in_batch)
+    tl.store(accepted.tokens + out, emitted, mask=in_out)
+    tl.store(accepted.nodes + out, path, mask=in_out)
+    tl.store(accepted.num_accepted + request, count, mask=in_batch)
+    tl.store(accepted.bonus + request, bonus, mask=in_batch)
+    tl.store(accepted.new_lengths + request, length + count + 1, mask=in_batch)
+    tl.store(accepted.valid + request, usable, mask=in_batch)
 
 
 def empty_outcome(batch: int, max_depth: int, device: torch.device, with_logprobs: bool) -> Accepted:

@@ -46,19 +46,12 @@ def _within(link, NODES: tl.constexpr):
 @triton.jit(do_not_specialize=["batch"])
 def _follow_kernel(
     tokens_ptr,  # [B, N] int64
-    first_child_ptr,  # [B, N] int32
-    next_sibling_ptr,  # [B, N] int32
+    tree,  # TreeLinks
     targets_ptr,  # [B, N] int64
     usable_ptr,  # [B, N] bool, or None: where the target is >= 0
     logprobs_ptr,  # [B, N] float32 of the targets, or None
     lengths_ptr,  # [B] int64
-    out_tokens_ptr,  # [B, DEPTH + 1] int64
-    out_count_ptr,  # [B] int32
-    out_nodes_ptr,  # [B, DEPTH + 1] int32
-    out_bonus_ptr,  # [B] int64
-    out_lengths_ptr,  # [B] int64
-    out_valid_ptr,  # [B] bool
-    out_logprobs_ptr,  # [B, DEPTH + 1] float32, or None
+    accepted,  # Accepted, written
     batch,
     NODES: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -80,8 +73,8 @@ def _follow_kernel(
     # Else loaded before the wait: the predecessor `select` writes targets alone, and it began when every kernel before
     # it had ended, among them the producers of tokens, links and lengths.
     tokens = tl.load(tokens_ptr + place, mask=live, other=-1)
-    children = tl.load(first_child_ptr + place, mask=live, other=-1)
-    siblings = tl.load(next_sibling_ptr + place, mask=live, other=-1)
+    children = tl.load(tree.first_child + place, mask=live, other=-1)
+    siblings = tl.load(tree.next_sibling + place, mask=live, other=-1)
     length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
     # In 32 bits, so that an entry of a row is found by one sum of a warp; the two links of a node share one number.
     drafts = _narrow(tokens, -2)
@@ -120,16 +113,13 @@ def _follow_kernel(
     usable = target >= 0
     target = tl.where(usable, target, 0)
     emitted = tl.where(column == count[:, None], target[:, None], emitted).to(tl.int64)
-    out_ptrs = Accepted(
-        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, out_logprobs_ptr
-    )
     store_outcome(
-        out_ptrs, length, request, in_batch, column, emitted, path, count, target.to(tl.int64), usable, DEPTH
+        accepted, length, request, in_batch, column, emitted, path, count, target.to(tl.int64), usable, DEPTH
     )  # fmt: skip
     if logprobs_ptr is not None:
         in_out = in_batch[:, None] & (column <= DEPTH)
         logprob = tl.load(logprobs_ptr + row[:, None] + path, mask=in_out & (path >= 0), other=0.0)
-        tl.store(out_logprobs_ptr + request.to(tl.int64)[:, None] * (DEPTH + 1) + column, logprob, mask=in_out)
+        tl.store(accepted.logprobs + request.to(tl.int64)[:, None] * (DEPTH + 1) + column, logprob, mask=in_out)
 
 
 def accept(call: Verification) -> Accepted:
@@ -163,8 +153,8 @@ def _follow(
     config = ACCEPTANCE[current_chip(tokens)]
     block_b = min(triton.next_power_of_2(max(batch, 1)), config.max_requests)
     launch(
-        _follow_kernel, (triton.cdiv(batch, block_b),), tokens, tree.first_child, tree.next_sibling, targets, usable,
-        logprobs, lengths, *accepted, batch, num_warps=1, NODES=num_nodes, DEPTH=max_depth, BLOCK_B=block_b,
+        _follow_kernel, (triton.cdiv(batch, block_b),), tokens, tree, targets, usable, logprobs,
+        lengths, accepted, batch, num_warps=1, NODES=num_nodes, DEPTH=max_depth, BLOCK_B=block_b,
         BLOCK_N=max(_MIN_LANES, lanes(num_nodes)), BLOCK_D=lanes(max_depth + 1), **pdl_options(current_chip(tokens)),
     )  # fmt: skip
     return accepted

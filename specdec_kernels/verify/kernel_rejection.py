@@ -21,11 +21,12 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.sampling import device as d
+from specdec_kernels.sampling.device import Uniforms
 from specdec_kernels.sampling.kernel import select
 from specdec_kernels.sampling.types import BONUS_STREAM, RECOVER_STREAM
 from specdec_kernels.verify import device as v
 from specdec_kernels.verify.configs import ACCEPTANCE
-from specdec_kernels.verify.device import Distributions, Uniforms
+from specdec_kernels.verify.device import Distributions, Rows
 from specdec_kernels.verify.kernel_tree import judge_tree
 from specdec_kernels.verify.types import TREE_RULES, Accepted, Verification
 
@@ -55,15 +56,8 @@ def _block_ratios(p, q, node, NODES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_
 def _judge_kernel(
     tokens_ptr,  # [B, N] int64
     first_child_ptr,  # [B, N] int32
-    values_ptr,  # [B * N, VOCAB], row stride row_stride
-    draft_ptr,  # [B, N - 1, VOCAB] float32
-    terms_ptr,  # [4, B * N] float32
-    greedy_ptr,  # [B * N] int64
-    valid_ptr,  # [B * N] bool
-    temperature_ptr,  # [B] float32
-    seeds_ptr,  # [B] int64, or None
-    positions_ptr,  # [B, N] int64, or None
-    uniforms_ptr,  # [B, N + 1] float64, or None
+    of,  # Rows
+    origin,  # Uniforms
     judged_ptr,  # [1 or, with BLOCK_RULE, 2; B, N] float32: P_s, (written by the row sums) Z
     state_ptr,  # [2, B] int32: drafts in reach, tau (under BLOCK_RULE only of greedy requests)
     batch,
@@ -81,25 +75,24 @@ def _judge_kernel(
     node = tl.arange(0, BLOCK_N)[None, :]
     here = in_batch[:, None] & (node >= 1) & (node < NODES)
     row = request[:, None] * NODES + node - 1  # the row that judges the node
-    temperature = tl.load(temperature_ptr + request, mask=in_batch, other=0.0)[:, None]
+    temperature = tl.load(of.temperature + request, mask=in_batch, other=0.0)[:, None]
     token = tl.load(tokens_ptr + row.to(tl.int64) + 1, mask=here, other=-1)
     child = tl.load(first_child_ptr + row, mask=here, other=-1)
-    usable = tl.load(valid_ptr + row, mask=here, other=0) != 0
+    usable = tl.load(of.valid + row, mask=here, other=0) != 0
     reach = _leading(here & (child == node) & usable & (node <= DEPTH), node, NODES)
     in_reach = node <= reach[:, None]
     known = here & in_reach & (token >= 0) & (token < VOCAB)
-    source = Distributions(values_ptr, row_stride, terms_ptr, batch * NODES, draft_ptr, None, None, 1)
+    source = Distributions(of, row_stride, batch * NODES)
     terms = v.target_terms(source, temperature, row, known)
     p = tl.where(known, v.target_prob(source, terms, row, token, known, PROBS), 0.0)
     q = v.draft_prob(source, request[:, None] * (NODES - 1) + node - 1, token, known, VOCAB)
 
-    argmax = tl.load(greedy_ptr + row, mask=here, other=-1)
+    argmax = tl.load(of.argmax + row, mask=here, other=-1)
     greedy_tau = _leading(here & in_reach & (token == argmax), node, NODES)
     if BLOCK_RULE:
         tau = greedy_tau
         kept = _block_ratios(p, q, node, NODES, BLOCK_B, BLOCK_N)
     else:
-        origin = Uniforms(seeds_ptr, positions_ptr, uniforms_ptr)
         uniform = v.judging_uniforms(origin, request, in_batch, node, NODES)
         sampled_tau = _leading(here & in_reach & (uniform * q < p), node, NODES)
         tau = tl.max(tl.where(temperature > 0, sampled_tau[:, None], greedy_tau[:, None]), 1)
@@ -111,12 +104,8 @@ def _judge_kernel(
 
 @triton.jit(do_not_specialize=["strips", "batch"])
 def _residual_kernel(
-    values_ptr,  # [B * N, VOCAB], row stride row_stride
-    draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
-    draft_rows_ptr,  # [B, N] int32, or None: node n has row n
+    of,  # Rows
     factors_ptr,  # [B, N, CLASSES] float32, or None, see `kernel_tree`
-    terms_ptr,  # [4, B * N] float32
-    temperature_ptr,  # [B] float32
     judged_ptr,  # [1 or 2, B, N] float32
     state_ptr,  # [2, B] int32
     sums_ptr,  # [2, B * ROWS, GROUPS] float32: residual, target
@@ -140,17 +129,17 @@ def _residual_kernel(
     step = entry - request * ROWS
     if ROWS == 1:
         step = tl.load(state_ptr + batch + request, mask=in_strips, other=0)
-    temperature = tl.load(temperature_ptr + request, mask=in_strips, other=0.0)
+    temperature = tl.load(of.temperature + request, mask=in_strips, other=0.0)
     active = in_strips & (step <= reach) & (temperature > 0)
     row = request * NODES + step
     kept = tl.load(judged_ptr + row, mask=active, other=1.0)
     column = (strip - entry * GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     live = active[:, None] & (column < VOCAB)
-    source = Distributions(values_ptr, row_stride, terms_ptr, batch * NODES, draft_ptr, factors_ptr, None, 1)
+    source = Distributions(of, row_stride, batch * NODES, factors_ptr)
     terms = v.target_terms(source, temperature[:, None], row[:, None], active[:, None])
     p = tl.where(live, v.target_prob(source, terms, row[:, None], column, live, PROBS), 0.0)
     # At the end of its reach nothing was rejected, so that nothing is subtracted.
-    of_draft = v.draft_row(draft_rows_ptr, request, step, active & (step < reach), NODES, DRAFT_ROWS)
+    of_draft = v.draft_row(of.draft_rows, request, step, active & (step < reach), NODES, DRAFT_ROWS)
     q = v.draft_prob(source, of_draft[:, None], column, live, VOCAB)
     q = v.kept_prob(source, row[:, None], p, q, live)
     residual = tl.sum(tl.maximum(kept[:, None] * p - q, 0.0), 1)
@@ -195,12 +184,12 @@ def _block_length(
 @triton.jit
 def _finishing_uniform(origin, request, in_batch, whole, NODES: tl.constexpr):
     """[B] float64: uniform of the bonus after a whole chain, else of the token in place of the rejected draft."""
-    if origin.uniforms_ptr is not None:
+    if origin.uniforms is not None:
         place = request * (NODES + 1) + NODES - 1 + whole.to(tl.int32)
-        uniform = tl.load(origin.uniforms_ptr + place, mask=in_batch, other=0.0)
+        uniform = tl.load(origin.uniforms + place, mask=in_batch, other=0.0)
     else:
-        seed = tl.load(origin.seeds_ptr + request, mask=in_batch, other=0)
-        root = tl.load(origin.positions_ptr + request.to(tl.int64) * NODES, mask=in_batch, other=0)
+        seed = tl.load(origin.seeds + request, mask=in_batch, other=0)
+        root = tl.load(origin.positions + request.to(tl.int64) * NODES, mask=in_batch, other=0)
         recover = d.philox_uniform(seed, root, _RECOVER)
         uniform = tl.where(whole, d.philox_uniform(seed, root, _BONUS), recover)
     return uniform
@@ -247,31 +236,17 @@ def _nodes_kept(path_ptr, request, in_batch, column, tau, DEPTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["batch"])
-def _finish_kernel(  # 26 run-time arguments: what the other kernels left, and the seven fields of `Accepted`
+def _finish_kernel(
     tokens_ptr,  # [B, N] int64
-    values_ptr,  # [B * N, VOCAB], row stride row_stride
-    draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
-    draft_rows_ptr,  # [B, N] int32, or None
+    of,  # Rows
     factors_ptr,  # [B, N, CLASSES] float32, or None
-    terms_ptr,  # [4, B * N] float32
-    greedy_ptr,  # [B * N] int64
-    valid_ptr,  # [B * N] bool
-    temperature_ptr,  # [B] float32
-    seeds_ptr,  # [B] int64, or None
-    positions_ptr,  # [B, N] int64, or None
-    uniforms_ptr,  # [B, N + 1] float64, or None
+    origin,  # Uniforms
     judged_ptr,  # [1 or 2, B, N] float32
     state_ptr,  # [2, B] int32
     sums_ptr,  # [2, B * ROWS, GROUPS] float32
     path_ptr,  # [B, DEPTH + 1] int32, or None: the nodes 0..tau of a chain
     lengths_ptr,  # [B] int64
-    out_tokens_ptr,  # [B, DEPTH + 1] int64
-    out_count_ptr,  # [B] int32
-    out_nodes_ptr,  # [B, DEPTH + 1] int32
-    out_bonus_ptr,  # [B] int64
-    out_lengths_ptr,  # [B] int64
-    out_valid_ptr,  # [B] bool
-    out_logprobs_ptr,  # [B, DEPTH + 1] float32, or None
+    accepted,  # Accepted, written
     batch,
     row_stride,
     NODES: tl.constexpr,
@@ -290,26 +265,25 @@ def _finish_kernel(  # 26 run-time arguments: what the other kernels left, and t
 ):
     request = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
     in_batch = request < batch
-    source = Distributions(values_ptr, row_stride, terms_ptr, batch * NODES, draft_ptr, factors_ptr, None, 1)
-    origin = Uniforms(seeds_ptr, positions_ptr, uniforms_ptr)
-    temperature = tl.load(temperature_ptr + request, mask=in_batch, other=0.0)
+    source = Distributions(of, row_stride, batch * NODES, factors_ptr)
+    temperature = tl.load(of.temperature + request, mask=in_batch, other=0.0)
     reach = tl.load(state_ptr + request, mask=in_batch, other=0)
     tau = tl.load(state_ptr + batch + request, mask=in_batch, other=0)
     if BLOCK_RULE:
         longest = _block_length(origin, judged_ptr, request, in_batch, reach, batch, NODES, BLOCK_N)
         tau = tl.where(temperature > 0, longest, tau)
     row = request * NODES + tau
-    usable = tl.load(valid_ptr + row, mask=in_batch, other=0) != 0
+    usable = tl.load(of.valid + row, mask=in_batch, other=0) != 0
     whole = tau == reach
     kept = tl.load(judged_ptr + row, mask=in_batch, other=1.0)
     uniform = _finishing_uniform(origin, request, in_batch, whole, NODES)
     entry = request if ROWS == 1 else row
-    of_draft = v.draft_row(draft_rows_ptr, request, tau, in_batch & (whole == 0), NODES, DRAFT_ROWS)
+    of_draft = v.draft_row(of.draft_rows, request, tau, in_batch & (whole == 0), NODES, DRAFT_ROWS)
     sampled = _sampled_token(
         source, sums_ptr, temperature, kept, entry, row, of_draft, batch * ROWS,
         in_batch & usable & (temperature > 0), uniform, VOCAB, GROUPS, PROBS, BLOCK_G, WIDTH,
     )  # fmt: skip
-    bonus = tl.load(greedy_ptr + row, mask=in_batch, other=0)
+    bonus = tl.load(of.argmax + row, mask=in_batch, other=0)
     bonus = tl.where((temperature > 0) & (sampled >= 0), sampled.to(tl.int64), bonus)
     bonus = tl.where(usable, bonus, 0)
 
@@ -320,18 +294,15 @@ def _finish_kernel(  # 26 run-time arguments: what the other kernels left, and t
     emitted = tl.load(tokens_ptr + request.to(tl.int64)[:, None] * NODES + onward, mask=before_end, other=-1)
     emitted = tl.where(column == count[:, None], bonus[:, None], emitted)
     length = tl.load(lengths_ptr + request, mask=in_batch, other=0)
-    out_ptrs = Accepted(
-        out_tokens_ptr, out_count_ptr, out_nodes_ptr, out_bonus_ptr, out_lengths_ptr, out_valid_ptr, out_logprobs_ptr
-    )
-    v.store_outcome(out_ptrs, length, request, in_batch, column, emitted, path, count, bonus, usable, DEPTH)
-    if out_logprobs_ptr is not None:
+    v.store_outcome(accepted, length, request, in_batch, column, emitted, path, count, bonus, usable, DEPTH)
+    if accepted.logprobs is not None:
         of_path = request.to(tl.int64)[:, None] * NODES + path
         on_path = in_out & (column <= count[:, None])
-        normaliser = tl.load(terms_ptr + 3 * batch * NODES + of_path, mask=on_path, other=0.0)
-        value = d.log_value(values_ptr, of_path, emitted, row_stride, on_path, PROBS)
+        normaliser = tl.load(of.terms + 3 * batch * NODES + of_path, mask=on_path, other=0.0)
+        value = d.log_value(of.target, of_path, emitted, row_stride, on_path, PROBS)
         logprob = tl.where(usable[:, None] | (column < count[:, None]), value - normaliser, float("-inf"))
         out = request.to(tl.int64)[:, None] * (DEPTH + 1) + column
-        tl.store(out_logprobs_ptr + out, tl.where(on_path, logprob, 0.0), mask=in_out)
+        tl.store(accepted.logprobs + out, tl.where(on_path, logprob, 0.0), mask=in_out)
 
 
 def accept_sampled(call: Verification) -> Accepted:
@@ -343,8 +314,12 @@ def accept_sampled(call: Verification) -> Accepted:
         flat, sampling, None, None, per_request=num_nodes, probabilities=call.probabilities, draw=False,
         want_distribution=True, normalise=call.return_logprobs,
     )  # fmt: skip
-    uniforms = call.uniforms
-    sources = (sampling.seeds, tree.positions, None) if uniforms is None else (None, None, uniforms)
+    origin = Uniforms(sampling.seeds, tree.positions, None)
+    if call.uniforms is not None:
+        origin = Uniforms(None, None, call.uniforms)
+    of = Rows(
+        flat, found.distribution, found.tokens, found.valid, sampling.temperature, call.draft_probs, call.draft_rows
+    )
     out = partial(torch.empty, dtype=torch.float32, device=values.device)
     rows = num_nodes if block_rule else 1
     width, groups, block_g = d.grouping(vocab, config.width)
@@ -352,27 +327,23 @@ def accept_sampled(call: Verification) -> Accepted:
     judged, state = out(2 if block_rule else 1, batch, num_nodes), out(2, batch, dtype=torch.int32)
     sums = out(2, batch * rows, groups)
     accepted = v.empty_outcome(batch, max_depth, values.device, with_logprobs=call.return_logprobs)
-    selected = (found.tokens, found.valid, sampling.temperature)
     sizes = dict(NODES=num_nodes, VOCAB=vocab, PROBS=call.probabilities)
-    ends, warps, of_drafts = (batch, flat.stride(0)), config.request_warps, dict(DRAFT_ROWS=call.draft_probs.shape[1])
+    ends, warps = (batch, flat.stride(0)), config.request_warps
     path, factors = None, None
     if call.rule in TREE_RULES:
-        rows_of_both = (flat, call.draft_probs, call.draft_rows, found.distribution)
-        path, factors = judge_tree(call, rows_of_both, selected, sources, judged, state, sizes | of_drafts)
+        path, factors = judge_tree(call, of, origin, judged, state)
     else:
         block_b = d.rows_per_program(batch, config.max_requests, block_n)
         launch(
-            _judge_kernel, (triton.cdiv(batch, block_b),), call.tokens, tree.first_child, flat, call.draft_probs,
-            found.distribution, *selected, *sources, judged, state, *ends, num_warps=warps, DEPTH=max_depth,
-            BLOCK_RULE=block_rule, BLOCK_B=block_b, BLOCK_N=block_n, **sizes,
+            _judge_kernel, (triton.cdiv(batch, block_b),), call.tokens, tree.first_child, of, origin, judged, state,
+            *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b, BLOCK_N=block_n, **sizes,
         )  # fmt: skip
-    with_factors = (flat, call.draft_probs, call.draft_rows, factors, found.distribution)
-    sizes |= of_drafts | dict(ROWS=rows, GROUPS=groups, WIDTH=width)
+    sizes |= dict(DRAFT_ROWS=call.draft_probs.shape[1], ROWS=rows, GROUPS=groups, WIDTH=width)
     strips = batch * rows * groups
     block_s = min(config.strips, max(triton.next_power_of_2(max(strips, 1)), 2))
     launch(
-        _residual_kernel, (triton.cdiv(strips, block_s),), *with_factors, sampling.temperature, judged, state, sums,
-        strips, *ends, num_warps=config.strip_warps, BLOCK_S=block_s, **sizes,
+        _residual_kernel, (triton.cdiv(strips, block_s),), of, factors, judged, state, sums, strips, *ends,
+        num_warps=config.strip_warps, BLOCK_S=block_s, **sizes,
     )  # fmt: skip
     if block_rule:
         block_r = d.rows_per_program(batch * rows, config.max_requests, block_g)
@@ -382,9 +353,8 @@ def accept_sampled(call: Verification) -> Accepted:
         )  # fmt: skip
     block_b = d.rows_per_program(batch, config.max_requests, block_g)
     launch(
-        _finish_kernel, (triton.cdiv(batch, block_b),), call.tokens, *with_factors, *selected, *sources, judged, state,
-        sums, path, call.lengths, *accepted, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule,
-        BLOCK_B=block_b, BLOCK_N=block_n, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2), BLOCK_G=block_g,
-        **sizes,
+        _finish_kernel, (triton.cdiv(batch, block_b),), call.tokens, of, factors, origin, judged, state, sums, path,
+        call.lengths, accepted, *ends, num_warps=warps, DEPTH=max_depth, BLOCK_RULE=block_rule, BLOCK_B=block_b,
+        BLOCK_N=block_n, BLOCK_D=max(triton.next_power_of_2(max_depth + 1), 2), BLOCK_G=block_g, **sizes,
     )  # fmt: skip
     return accepted

@@ -24,9 +24,10 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, lanes, launch, num_processors
 from specdec_kernels.sampling import device as d
+from specdec_kernels.sampling.device import Uniforms
 from specdec_kernels.verify import device as v
 from specdec_kernels.verify.configs import ACCEPTANCE
-from specdec_kernels.verify.device import Distributions, Terms, Uniforms
+from specdec_kernels.verify.device import Distributions, Rows, Terms
 from specdec_kernels.verify.types import BOTTOM_UP_RULES, Verification
 
 _CLASSES = tl.constexpr(v.CLASSES)
@@ -73,6 +74,24 @@ class _State(NamedTuple):
     mass: Any  # m
 
 
+class _Static(NamedTuple):
+    """Compile-time sizes."""
+
+    NODES: int
+    DEPTH: int
+    DRAFT_ROWS: int
+    VOCAB: int
+    PROBS: bool
+    WORDS: int  # of a request
+    RULE: str
+    BOTTOM_UP: bool
+    BLOCK_B: int
+    BLOCK_N: int
+    BLOCK_D: int
+    BLOCK_V: int
+    STAGES: int
+
+
 class _Batch(NamedTuple):
     """The requests of a program, and the lanes that hold their nodes and paths."""
 
@@ -101,11 +120,11 @@ def _team_sum(part, source, place):
     The words at `place` are 0 and serve this call alone. Each program adds its units and, above them, one for
     itself."""
     part = tl.minimum(part, _MOST_UNITS)
-    if source.words_ptr is not None:
-        tl.atomic_add(source.words_ptr + place, part + _PROGRAM, sem="relaxed")
-        word = tl.load(source.words_ptr + place, volatile=True)
+    if source.words is not None:
+        tl.atomic_add(source.words + place, part + _PROGRAM, sem="relaxed")
+        word = tl.load(source.words + place, volatile=True)
         while tl.min(word // _PROGRAM) < source.splits:
-            word = tl.load(source.words_ptr + place, volatile=True)
+            word = tl.load(source.words + place, volatile=True)
         part = word % _PROGRAM
     return part.to(tl.float64) / _UNITS
 
@@ -118,28 +137,27 @@ def _node_terms(source, node, asks):
 
 
 @triton.jit
-def _mass(
-    source, node, rate, asks, word, SLOPE: tl.constexpr,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def _mass(source, node, rate, asks, word, SLOPE: tl.constexpr, STATIC: tl.constexpr):
     """[R] float64: sum of max(p - rate q, 0), or with a rate below 0 the sum of q; with SLOPE also the sum of q where
     p > rate q; and the next word."""
-    lane = tl.arange(0, BLOCK_V)[None, :]
+    lane = tl.arange(0, STATIC.BLOCK_V)[None, :]
     both = (asks & (rate >= 0))[:, None]
     terms = _node_terms(source, node, asks & (rate >= 0))
-    mass = tl.zeros((rate.shape[0], BLOCK_V), tl.int64)
+    mass = tl.full([rate.shape[0], STATIC.BLOCK_V], 0, tl.int64)
     slope = mass
-    for start in tl.range(tl.program_id(0) * BLOCK_V, VOCAB, source.splits * BLOCK_V, num_stages=STAGES):
+    for start in tl.range(
+        tl.program_id(0) * STATIC.BLOCK_V, STATIC.VOCAB, source.splits * STATIC.BLOCK_V, num_stages=STATIC.STAGES
+    ):
         column = start + lane
-        inside = column < VOCAB
-        p = v.target_prob(source, terms, node.row[:, None], column, both & inside, PROBS)
-        q = v.draft_prob(source, node.draft_row[:, None], column, asks[:, None] & inside, VOCAB)
+        inside = column < STATIC.VOCAB
+        p = v.target_prob(source, terms, node.row[:, None], column, both & inside, STATIC.PROBS)
+        q = v.draft_prob(source, node.draft_row[:, None], column, asks[:, None] & inside, STATIC.VOCAB)
         q = v.kept_prob(source, node.row[:, None], p, q, both & inside).to(tl.float64)
         left = tl.where(both, p.to(tl.float64) - rate[:, None] * q, q)
         mass += _in_units(tl.maximum(left, 0.0))
         if SLOPE:
             slope += _in_units(tl.where(left > 0, q, 0.0))
-    place = tl.program_id(1) * WORDS + word + node.row * 0
+    place = tl.program_id(1) * STATIC.WORDS + word + node.row * 0
     whole = _team_sum(tl.sum(mass, 1), source, place)
     if SLOPE:
         return whole, _team_sum(tl.sum(slope, 1), source, place + 1), word + 2
@@ -148,10 +166,7 @@ def _mass(
 
 
 @triton.jit
-def _k_seq_rate(
-    source, node, draft_mass, samples, asks, word,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def _k_seq_rate(source, node, draft_mass, samples, asks, word, STATIC: tl.constexpr):
     """[R] float64: rho / m for `samples` [R] sampled children, by Newton's method between 1 and k; and the next word.
 
     With r = sum max(p - rho q, 0) the function r - (1 - (1 - r) / rho)^k falls in rho and is 0 at the rho of `k_seq`.
@@ -164,7 +179,7 @@ def _k_seq_rate(
     step = 0
     asks = asks & (samples > 1)
     while _any(asks) & (step < _RATE_STEPS):
-        left, slope, word = _mass(source, node, rho * inverse, asks, word, True, VOCAB, PROBS, WORDS, BLOCK_V, STAGES)
+        left, slope, word = _mass(source, node, rho * inverse, asks, word, True, STATIC)
         slope *= -inverse
         rejected = tl.maximum(1.0 - (1.0 - left) / rho, 0.0)
         # x^(k - 1) by exp and log, which no chip lacks
@@ -184,37 +199,31 @@ def _k_seq_rate(
 
 
 @triton.jit
-def _class_masses(
-    source, node, asks, word,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def _class_masses(source, node, asks, word, STATIC: tl.constexpr):
     """[R, CLASSES] float64: mass of q by class; and the next word."""
-    lane = tl.arange(0, BLOCK_V)[None, :]
+    lane = tl.arange(0, STATIC.BLOCK_V)[None, :]
     kinds = tl.arange(0, _CLASSES)[None, :]
     terms = _node_terms(source, node, asks)
     # Part of a tile that one warp sums.
-    WIDTH: tl.constexpr = BLOCK_V if BLOCK_V < 128 else 128
-    found = tl.zeros((asks.shape[0], _CLASSES, BLOCK_V // WIDTH), tl.int64)
-    for start in tl.range(tl.program_id(0) * BLOCK_V, VOCAB, source.splits * BLOCK_V):
+    WIDTH: tl.constexpr = STATIC.BLOCK_V if STATIC.BLOCK_V < 128 else 128
+    found = tl.zeros((asks.shape[0], _CLASSES, STATIC.BLOCK_V // WIDTH), tl.int64)
+    for start in tl.range(tl.program_id(0) * STATIC.BLOCK_V, STATIC.VOCAB, source.splits * STATIC.BLOCK_V):
         column = start + lane
-        live = asks[:, None] & (column < VOCAB)
-        p = v.target_prob(source, terms, node.row[:, None], column, live, PROBS)
-        q = v.draft_prob(source, node.draft_row[:, None], column, live, VOCAB)
+        live = asks[:, None] & (column < STATIC.VOCAB)
+        p = v.target_prob(source, terms, node.row[:, None], column, live, STATIC.PROBS)
+        q = v.draft_prob(source, node.draft_row[:, None], column, live, STATIC.VOCAB)
         kind = v.token_class(p, q)
         units = _in_units(q)
         for each in range(_CLASSES):
             of_class = tl.where(kind == each, units, 0)
-            of_class = tl.sum(tl.reshape(of_class, (asks.shape[0], BLOCK_V // WIDTH, WIDTH)), 2)
+            of_class = tl.sum(tl.reshape(of_class, (asks.shape[0], STATIC.BLOCK_V // WIDTH, WIDTH)), 2)
             found += tl.where((kinds == each)[:, :, None], of_class[:, None, :], 0)
-    place = tl.program_id(1) * WORDS + word + kinds + node.row[:, None] * 0
+    place = tl.program_id(1) * STATIC.WORDS + word + kinds + node.row[:, None] * 0
     return _team_sum(tl.sum(found, 2), source, place), word + _CLASSES
 
 
 @triton.jit
-def _keep_best_child(
-    source, node, ps, qs, candidate, lane, asks, word,
-    NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def _keep_best_child(source, node, ps, qs, candidate, lane, asks, word, STATIC: tl.constexpr):
     """The first child of the highest class among those with draft probability `qs` [R, N]; the factors q' / q of each
     class are stored. Rows outside `asks`, or without a sampled child, keep their candidate. `ps` and `qs` are p and
     q of the node's children, 0 elsewhere."""
@@ -222,9 +231,9 @@ def _keep_best_child(
     kind = tl.where(sampled, v.token_class(ps, qs), -1)
     best = tl.max(kind, 1)
     samples = tl.sum(sampled.to(tl.int32), 1)
-    kept = tl.min(tl.where(sampled & (kind == best[:, None]), lane, NODES), 1)
+    kept = tl.min(tl.where(sampled & (kind == best[:, None]), lane, STATIC.NODES), 1)
     asks = asks & (samples > 0)
-    mass, word = _class_masses(source, node, asks, word, VOCAB, PROBS, WORDS, BLOCK_V)
+    mass, word = _class_masses(source, node, asks, word, STATIC)
     share = mass / tl.maximum(tl.sum(mass, 1), _LEAST)[:, None]
     up_to = tl.cumsum(share, 1)
     before = tl.maximum(up_to - share, 0.0)
@@ -238,7 +247,7 @@ def _keep_best_child(
     # Of q as it is recorded: q' = q / m times the share of the kept mass.
     factor = (power - lower) / tl.maximum(mass, _LEAST)
     place = node.row.to(tl.int64)[:, None] * _CLASSES + tl.arange(0, _CLASSES)[None, :]
-    tl.store(source.factors_ptr + place, factor.to(tl.float32), mask=asks[:, None])
+    tl.store(source.factors + place, factor.to(tl.float32), mask=asks[:, None])
     # Other threads of this program load the factors.
     tl.debug_barrier()
     return tl.where(asks, kept, candidate), word
@@ -283,39 +292,38 @@ def _parents(children, siblings, lane, NODES: tl.constexpr):
 
 
 @triton.jit
-def _requests(temperature_ptr, batch, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    request = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
+def _requests(temperature_ptr, batch, STATIC: tl.constexpr):
+    request = tl.program_id(1) * STATIC.BLOCK_B + tl.arange(0, STATIC.BLOCK_B)
     temperature = tl.load(temperature_ptr + request, mask=request < batch, other=0.0)
-    return _Batch(request, request < batch, tl.arange(0, BLOCK_N)[None, :], tl.arange(0, BLOCK_D)[None, :], temperature)
+    lane, column = tl.arange(0, STATIC.BLOCK_N)[None, :], tl.arange(0, STATIC.BLOCK_D)[None, :]
+    return _Batch(request, request < batch, lane, column, temperature)
 
 
 @triton.jit
-def _load_tree(
-    source, origin, at, tokens_ptr, first_child_ptr, next_sibling_ptr, draft_rows_ptr, greedy_ptr, valid_ptr,
-    NODES: tl.constexpr, DRAFT_ROWS: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr,
-):  # fmt: skip
+def _load_tree(source, origin, at, tokens_ptr, links, STATIC: tl.constexpr):
     """The trees, with p and q of every node. All is loaded at once: a load inside the loop would wait for another."""
+    NODES: tl.constexpr = STATIC.NODES
     place = at.request.to(tl.int64)[:, None] * NODES + at.lane
     live = at.live[:, None] & (at.lane < NODES)
     tokens = tl.load(tokens_ptr + place, mask=live, other=-1)
-    usable = live & (tl.load(valid_ptr + place, mask=live, other=0) != 0)
-    children = tl.load(first_child_ptr + place, mask=usable, other=-1)
-    siblings = tl.load(next_sibling_ptr + place, mask=live, other=-1)
-    tokens = tl.where((tokens >= 0) & (tokens < VOCAB), tokens, -1).to(tl.int32)
+    usable = live & (tl.load(source.of.valid + place, mask=live, other=0) != 0)
+    children = tl.load(links.first_child + place, mask=usable, other=-1)
+    siblings = tl.load(links.next_sibling + place, mask=live, other=-1)
+    tokens = tl.where((tokens >= 0) & (tokens < STATIC.VOCAB), tokens, -1).to(tl.int32)
     # Links of sampled trees lead to later nodes; others are none, so that no path is endless.
     children = tl.where((children > at.lane) & (children < NODES), children, -1)
     siblings = tl.where((siblings > at.lane) & (siblings < NODES), siblings, -1)
-    argmax = tl.load(greedy_ptr + place, mask=live, other=-1).to(tl.int32)
+    argmax = tl.load(source.of.argmax + place, mask=live, other=-1).to(tl.int32)
     parents = _parents(children, siblings, at.lane, NODES)
-    if source.factors_ptr is not None:
+    if source.factors is not None:
         siblings = tl.where((at.temperature > 0)[:, None], -1, siblings)  # of sampled children only the best is kept
-    draft_rows = v.draft_row(draft_rows_ptr, at.request[:, None], at.lane, live, NODES, DRAFT_ROWS)
+    draft_rows = v.draft_row(source.of.draft_rows, at.request[:, None], at.lane, live, NODES, STATIC.DRAFT_ROWS)
     known = live & (parents >= 0) & (tokens >= 0) & (at.temperature > 0)[:, None]
     judging_row = at.request[:, None] * NODES + parents
     terms = v.target_terms(source, at.temperature[:, None], judging_row, known)
-    p = v.target_prob(source, terms, judging_row, tokens, known, PROBS)
-    sampled_from = v.draft_row(draft_rows_ptr, at.request[:, None], parents, known, NODES, DRAFT_ROWS)
-    q = v.draft_prob(source, sampled_from, tokens, known, VOCAB)
+    p = v.target_prob(source, terms, judging_row, tokens, known, STATIC.PROBS)
+    sampled_from = v.draft_row(source.of.draft_rows, at.request[:, None], parents, known, NODES, STATIC.DRAFT_ROWS)
+    q = v.draft_prob(source, sampled_from, tokens, known, STATIC.VOCAB)
     uniforms = v.judging_uniforms(origin, at.request, at.live, at.lane, NODES)
     return _Tree(tokens, children, siblings, parents, argmax, draft_rows, p, q, uniforms)
 
@@ -327,28 +335,22 @@ def _first_child(tree, lane, end, depth, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _enter(
-    source, node, tree, lane, end, candidate, state, k_seq_rate, asks, word,
-    NODES: tl.constexpr, VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr, K_SEQ: tl.constexpr,
-):  # fmt: skip
+def _enter(source, node, tree, lane, end, candidate, state, k_seq_rate, asks, word, STATIC: tl.constexpr):
     """The values with which a node is entered: the child to judge first, m, and the c of `k_seq`; and the next word."""
     own = tree.parents == end[:, None]
     qs = tl.where(own, tree.q, 0.0)
     mass = state.mass
-    if source.factors_ptr is not None:
+    if source.factors is not None:
         ps = tl.where(own, tree.p, 0.0)
-        candidate, word = _keep_best_child(
-            source, node, ps, qs, candidate, lane, asks, word, NODES, VOCAB, PROBS, WORDS, BLOCK_V
-        )
+        candidate, word = _keep_best_child(source, node, ps, qs, candidate, lane, asks, word, STATIC)
         mass = tl.where(asks, 1.0, mass)  # the mass of what is kept
     else:
         everything = mass * 0.0 - 1.0
-        whole, _, word = _mass(source, node, everything, asks, word, False, VOCAB, PROBS, WORDS, BLOCK_V, STAGES)
+        whole, _, word = _mass(source, node, everything, asks, word, False, STATIC)
         mass = tl.where(asks, whole, mass)
-    if K_SEQ:
+    if STATIC.RULE == "k_seq":
         samples = tl.sum((qs > 0).to(tl.int32), 1)
-        found, word = _k_seq_rate(source, node, mass, samples, asks, word, VOCAB, PROBS, WORDS, BLOCK_V, STAGES)
+        found, word = _k_seq_rate(source, node, mass, samples, asks, word, STATIC)
         k_seq_rate = tl.where(asks, found, k_seq_rate)
     return candidate, _State(state.weight, state.rate, state.left, state.due, mass), k_seq_rate, word
 
@@ -361,15 +363,12 @@ def _was_rejected(tree, missed, token, end):
 
 
 @triton.jit
-def _settle(
-    source, node, state, asks, word, BOTTOM_UP: tl.constexpr,
-    VOCAB: tl.constexpr, PROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def _settle(source, node, state, asks, word, STATIC: tl.constexpr):
     """The state after the pending rejection, and the next word; an empty residual leaves c and s as they are."""
     raised = tl.where(asks, state.rate + state.due, 0.0)
-    mass, _, word = _mass(source, node, raised, asks, word, False, VOCAB, PROBS, WORDS, BLOCK_V, STAGES)
+    mass, _, word = _mass(source, node, raised, asks, word, False, STATIC)
     weight = state.weight
-    if BOTTOM_UP:
+    if STATIC.BOTTOM_UP:
         part = weight * mass / state.left
         below = part + 1.0 - weight
         weight = tl.where(asks & (below > 0), part / tl.where(below > 0, below, 1.0), weight)
@@ -445,20 +444,11 @@ def _store_end(
 
 
 @triton.jit(do_not_specialize=["batch", "splits"])
-def _top_down_kernel(  # 20 run-time arguments: the tree, and the rows of two distributions
+def _top_down_kernel(
     tokens_ptr,  # [B, N] int64
-    first_child_ptr,  # [B, N] int32
-    next_sibling_ptr,  # [B, N] int32
-    values_ptr,  # [B * N, VOCAB], row stride row_stride
-    draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
-    draft_rows_ptr,  # [B, N] int32, or None: node n has row n
-    terms_ptr,  # [4, B * N] float32
-    greedy_ptr,  # [B * N] int64
-    valid_ptr,  # [B * N] bool
-    temperature_ptr,  # [B] float32
-    seeds_ptr,  # [B] int64, or None
-    positions_ptr,  # [B, N] int64, or None
-    uniforms_ptr,  # [B, N + 1] float64, or None
+    links,  # TreeLinks
+    of,  # Rows
+    origin,  # Uniforms
     words_ptr,  # [B, WORDS] int64, zeros; None for teams of one
     inverse_rate_ptr,  # [B, N] float32: at the last node 1 / c, 1 where no child was rejected there
     path_ptr,  # [B, DEPTH + 1] int32: nodes from the root on, then -1
@@ -466,31 +456,20 @@ def _top_down_kernel(  # 20 run-time arguments: the tree, and the rows of two di
     batch,
     row_stride,
     splits,  # programs of a team; where there are several, BLOCK_B is 1
-    NODES: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DRAFT_ROWS: tl.constexpr,
-    VOCAB: tl.constexpr,
-    PROBS: tl.constexpr,
-    WORDS: tl.constexpr,
-    RULE: tl.constexpr,  # "multi_round", "without_replacement" or "k_seq"
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
+    STATIC: tl.constexpr,  # _Static
 ):
-    at = _requests(temperature_ptr, batch, BLOCK_B, BLOCK_N, BLOCK_D)
-    source = Distributions(values_ptr, row_stride, terms_ptr, batch * NODES, draft_ptr, None, words_ptr, splits)
-    tree = _load_tree(
-        source, Uniforms(seeds_ptr, positions_ptr, uniforms_ptr), at, tokens_ptr, first_child_ptr, next_sibling_ptr,
-        draft_rows_ptr, greedy_ptr, valid_ptr, NODES, DRAFT_ROWS, VOCAB, PROBS,
-    )  # fmt: skip
+    NODES: tl.constexpr = STATIC.NODES
+    DEPTH: tl.constexpr = STATIC.DEPTH
+    RULE: tl.constexpr = STATIC.RULE
+    at = _requests(of.temperature, batch, STATIC)
+    source = Distributions(of, row_stride, batch * NODES, None, words_ptr, splits)
+    tree = _load_tree(source, origin, at, tokens_ptr, links, STATIC)
     end = at.request * 0
     depth = end
-    path = tl.where(at.column == 0, 0, -1) + tl.zeros((BLOCK_B, BLOCK_D), tl.int32)
-    missed = tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
-    zero = tl.zeros((BLOCK_B,), tl.float64)
-    one = tl.full((BLOCK_B,), 1.0, tl.float64)
+    path = tl.where(at.column == 0, 0, -1) + end[:, None]
+    missed = at.lane * 0 + end[:, None]
+    zero = end.to(tl.float64)
+    one = zero + 1.0
     state = _State(one, zero, one, zero, zero)
     k_seq_rate = zero
     candidate = _first_child(tree, at.lane, end, depth, DEPTH)
@@ -504,9 +483,8 @@ def _top_down_kernel(  # 20 run-time arguments: the tree, and the rows of two di
         sampled = has & (at.temperature > 0)
         if _any(sampled & fresh):
             _, state, k_seq_rate, word = _enter(
-                source, node, tree, at.lane, end, candidate, state, k_seq_rate, sampled & fresh, word, NODES, VOCAB,
-                PROBS, WORDS, BLOCK_V, STAGES, RULE == "k_seq",
-            )  # fmt: skip
+                source, node, tree, at.lane, end, candidate, state, k_seq_rate, sampled & fresh, word, STATIC
+            )
             fresh = fresh & (sampled == 0)
         token = v.entry(tree.tokens, at.lane, candidate)
         p = _float_entry(tree.p, at.lane, candidate).to(tl.float64)
@@ -518,9 +496,7 @@ def _top_down_kernel(  # 20 run-time arguments: the tree, and the rows of two di
         if RULE != "k_seq":
             settles = judged & (state.due > 0)
             if _any(settles):
-                state, word = _settle(
-                    source, node, state, settles, word, False, VOCAB, PROBS, WORDS, BLOCK_V, STAGES
-                )  # fmt: skip
+                state, word = _settle(source, node, state, settles, word, STATIC)
         right = has & (at.temperature <= 0) & (token == v.entry(tree.argmax, at.lane, end))
         share, rises, mass = _judge(state, k_seq_rate, p, q, judged, right, RULE == "k_seq")
         goes = _float_entry(tree.uniforms, at.lane, candidate) < share
@@ -540,54 +516,34 @@ def _top_down_kernel(  # 20 run-time arguments: the tree, and the rows of two di
 
 
 @triton.jit(do_not_specialize=["batch", "splits"])
-def _bottom_up_kernel(  # 21 run-time arguments: those of `_top_down_kernel` and the factors
-    tokens_ptr,  # [B, N] int64
-    first_child_ptr,  # [B, N] int32
-    next_sibling_ptr,  # [B, N] int32
-    values_ptr,  # [B * N, VOCAB], row stride row_stride
-    draft_ptr,  # [B, DRAFT_ROWS, VOCAB] float32
-    draft_rows_ptr,  # [B, N] int32, or None: node n has row n
-    terms_ptr,  # [4, B * N] float32
-    greedy_ptr,  # [B * N] int64
-    valid_ptr,  # [B * N] bool
-    temperature_ptr,  # [B] float32
-    seeds_ptr,  # [B] int64, or None
-    positions_ptr,  # [B, N] int64, or None
-    uniforms_ptr,  # [B, N + 1] float64, or None
-    words_ptr,  # [B, WORDS] int64, zeros; None for teams of one
+def _bottom_up_kernel(  # arguments as of `_top_down_kernel`
+    tokens_ptr,
+    links,
+    of,
+    origin,
+    words_ptr,
     factors_ptr,  # [splits, B, N, CLASSES] float32: q' / q by class under `greedy_paths`, a copy a program; else None
-    inverse_rate_ptr,  # as of `_top_down_kernel`, and so the next two
-    path_ptr,  # [B, DEPTH + 1] int32
-    state_ptr,  # [2, B] int32
+    inverse_rate_ptr,
+    path_ptr,
+    state_ptr,
     batch,
     row_stride,
-    splits,  # programs of a team; where there are several, BLOCK_B is 1
-    NODES: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DRAFT_ROWS: tl.constexpr,
-    VOCAB: tl.constexpr,
-    PROBS: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
+    splits,
+    STATIC: tl.constexpr,
 ):
-    at = _requests(temperature_ptr, batch, BLOCK_B, BLOCK_N, BLOCK_D)
+    NODES: tl.constexpr = STATIC.NODES
+    DEPTH: tl.constexpr = STATIC.DEPTH
+    at = _requests(of.temperature, batch, STATIC)
     if factors_ptr is not None:
         factors_ptr += tl.program_id(0).to(tl.int64) * batch * NODES * _CLASSES
-    source = Distributions(values_ptr, row_stride, terms_ptr, batch * NODES, draft_ptr, factors_ptr, words_ptr, splits)
-    tree = _load_tree(
-        source, Uniforms(seeds_ptr, positions_ptr, uniforms_ptr), at, tokens_ptr, first_child_ptr, next_sibling_ptr,
-        draft_rows_ptr, greedy_ptr, valid_ptr, NODES, DRAFT_ROWS, VOCAB, PROBS,
-    )  # fmt: skip
+    source = Distributions(of, row_stride, batch * NODES, factors_ptr, words_ptr, splits)
+    tree = _load_tree(source, origin, at, tokens_ptr, links, STATIC)
     end = at.request * 0
     depth = end
-    path = tl.where(at.column == 0, 0, -1) + tl.zeros((BLOCK_B, BLOCK_D), tl.int32)
-    missed = tl.zeros((BLOCK_B, BLOCK_N), tl.int32)
-    zero = tl.zeros((BLOCK_B,), tl.float64)
-    one = tl.full((BLOCK_B,), 1.0, tl.float64)
+    path = tl.where(at.column == 0, 0, -1) + end[:, None]
+    missed = at.lane * 0 + end[:, None]
+    zero = end.to(tl.float64)
+    one = zero + 1.0
     state = _State(one, zero, one, zero, zero)
     some = tree.uniforms  # every saved entry is written before it is read
     saved = _State(some, some, some, some, some)
@@ -602,9 +558,8 @@ def _bottom_up_kernel(  # 21 run-time arguments: those of `_top_down_kernel` and
         sampled = has & (at.temperature > 0)
         if _any(sampled & fresh):
             candidate, state, _, word = _enter(
-                source, node, tree, at.lane, end, candidate, state, zero, sampled & fresh, word, NODES, VOCAB, PROBS,
-                WORDS, BLOCK_V, STAGES, False,
-            )  # fmt: skip
+                source, node, tree, at.lane, end, candidate, state, zero, sampled & fresh, word, STATIC
+            )
             fresh = fresh & (sampled == 0)
         token = v.entry(tree.tokens, at.lane, candidate)
         p = _float_entry(tree.p, at.lane, candidate)
@@ -617,7 +572,7 @@ def _bottom_up_kernel(  # 21 run-time arguments: those of `_top_down_kernel` and
         leaves = going & (has == 0) & (end > 0)  # all children of the node are judged: now it is judged itself
         settles = (judged | (leaves & (uniform < state.weight))) & (state.due > 0)
         if _any(settles):
-            state, word = _settle(source, node, state, settles, word, True, VOCAB, PROBS, WORDS, BLOCK_V, STAGES)
+            state, word = _settle(source, node, state, settles, word, STATIC)
         right = has & (at.temperature <= 0) & (token == v.entry(tree.argmax, at.lane, end))
         share, rises, mass = _judge(state, zero, p.to(tl.float64), q, judged, right, False)
         # Nothing hangs on a leaf, which is judged at once.
@@ -643,19 +598,13 @@ def _bottom_up_kernel(  # 21 run-time arguments: those of `_top_down_kernel` and
 
 
 def judge_tree(
-    call: Verification,
-    rows_of_both: tuple[torch.Tensor | None, ...],
-    selected: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    sources: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    judged: torch.Tensor,
-    state: torch.Tensor,
-    sizes: dict[str, Any],
+    call: Verification, of: Rows, origin: Uniforms, judged: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Fill `judged` [B, N] (1 / c at the last node) and `state` [2, B]; returns the path [B, D + 1] int32, and under
     `greedy_paths` the factors [B, N, CLASSES]."""
-    rule, tree, max_depth, values = call.rule, call.tree, call.max_depth, rows_of_both[0]
-    (batch, num_nodes), device = call.tokens.shape, values.device
-    vocab, config = values.shape[-1], ACCEPTANCE[current_chip(values)]
+    rule, max_depth, values = call.rule, call.max_depth, of.target
+    (batch, num_nodes), vocab, device = call.tokens.shape, values.shape[-1], values.device
+    config = ACCEPTANCE[current_chip(values)]
     block_v = min(max(triton.next_power_of_2(vocab), d.MIN_SCAN), config.pass_width)
     splits = max(1, min(num_processors(values) // max(batch, 1), triton.cdiv(vocab, block_v), MOST_PROGRAMS))
     kinds = v.CLASSES if rule == "greedy_paths" else 0
@@ -670,12 +619,15 @@ def judge_tree(
         block_v //= 2  # sums by class take many registers
     block_b = d.rows_per_program(batch, config.max_requests, block_v)
     bottom_up = rule in BOTTOM_UP_RULES
+    static = _Static(
+        NODES=num_nodes, DEPTH=max_depth, DRAFT_ROWS=of.draft.shape[1], VOCAB=vocab, PROBS=call.probabilities,
+        WORDS=num_words, RULE=rule, BOTTOM_UP=bottom_up, BLOCK_B=block_b, BLOCK_N=lanes(num_nodes),
+        BLOCK_D=lanes(max_depth + 1), BLOCK_V=block_v, STAGES=config.pass_stages,
+    )  # fmt: skip
     launch(
         _bottom_up_kernel if bottom_up else _top_down_kernel, (splits, triton.cdiv(batch, block_b)), call.tokens,
-        tree.first_child, tree.next_sibling, *rows_of_both, *selected, *sources, words,
-        *((factors,) if bottom_up else ()), judged, path, state, batch, values.stride(0), splits, num_warps=warps,
-        DEPTH=max_depth, WORDS=num_words, **({} if bottom_up else dict(RULE=rule)), BLOCK_B=block_b,
-        BLOCK_N=lanes(num_nodes), BLOCK_D=lanes(max_depth + 1), BLOCK_V=block_v, STAGES=config.pass_stages, **sizes,
+        call.tree, of, origin, words, *((factors,) if bottom_up else ()), judged, path, state, batch,
+        values.stride(0), splits, num_warps=warps, STATIC=static,
         **(dict(launch_cooperative_grid=True) if splits > 1 else {}),
     )  # fmt: skip
     return path, None if factors is None else factors[0]

@@ -18,6 +18,7 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 from specdec_kernels.interpreter import prepare
+from specdec_kernels.launch import leaves
 
 INTEGER_POISON = -7777
 PART = 2**18  # bytes of memory whose writers are kept together
@@ -111,7 +112,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    return [value for _, value in leaves(tuple(values)) if isinstance(value, torch.Tensor)]
 
 
 @contextmanager

@@ -30,6 +30,7 @@ def test_integers_that_vary_are_not_specialised(tmp_path: Path) -> None:
         tmp_path,
         f"""
         from specdec_kernels import FAMILIES
+        from specdec_kernels.launch import leaves
         from specdec_kernels.projection import ScaledWeight, cases
         from tools.compile_gate.jobs import collect
 
@@ -45,7 +46,8 @@ def test_integers_that_vary_are_not_specialised(tmp_path: Path) -> None:
             (parameter.name, family, one.kernel.__name__)
             for family in FAMILIES
             for one in collect(family, "sm90", {{}})
-            for parameter, value in zip(one.kernel.params, one.args)
+            for parameter, given in zip(one.kernel.params, one.args)
+            for _, value in leaves((given,))
             if type(value) is int and not parameter.is_constexpr and not parameter.do_not_specialize
         }}
         fixed = set({sorted(FIXED)!r})

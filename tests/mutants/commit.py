@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     _kernel(
         "padding_row_gets_a_last_token",
-        "tl.store(last_tokens_ptr + request, bonus{{, mask=active > 0 -> }})",
+        "tl.store(inputs.last_tokens + request, bonus{{, mask=active > 0 -> }})",
         _case("commit_padding"),
         "a row without a request changes its state",
     ),

@@ -20,8 +20,8 @@ MUTANTS = (
     ),
     _kernel(
         "sgl_rejected_mass_forgotten",
-        "uniform = tl.{{where(hit, tl.load(uniforms_ptr + visited, mask=hit, other=1.0), uniform) -> "
-        "load(uniforms_ptr + visited, mask=live & (child >= 0) & (child < NODES), other=1.0)}}",
+        "uniform = tl.{{where(hit, tl.load(given.uniforms + visited, mask=hit, other=1.0), uniform) -> "
+        "load(given.uniforms + visited, mask=live & (child >= 0) & (child < NODES), other=1.0)}}",
         _case("sgl_sampling_odd"),
         "each sibling gets a uniform number of its own",
     ),

@@ -11,6 +11,7 @@ _activation = bugs_in("specdec_kernels/activation/kernel.py")
 _projection = bugs_in("specdec_kernels/projection/kernel.py")
 _device = bugs_in("specdec_kernels/projection/device.py")
 _scaled = bugs_in("specdec_kernels/projection/kernel_scaled.py")
+_rounding = bugs_in("specdec_kernels/projection/rounding.py")
 _argmax = bugs_in("specdec_kernels/projection/kernel_argmax.py")
 _configs = bugs_in("specdec_kernels/projection/configs.py")
 _TESTS = "tests/kernels/test_projection.py"
@@ -67,9 +68,9 @@ MUTANTS = (
         _case("float8_x_odd"),
         "sums of codes are not multiplied by the scales of x",
     ),
-    _scaled(
+    _rounding(
         "codes_of_x_beyond_the_largest",
-        "wide * tl.div_rn({{_LARGEST -> 2 * _LARGEST}}, largest)[None]",
+        "wide * tl.expand_dims(tl.div_rn({{_LARGEST -> 2 * _LARGEST}}, largest), AXIS)",
         _case("float8_x_splits"),
         "the largest numbers of a group are cut off",
     ),
@@ -87,7 +88,7 @@ MUTANTS = (
     ),
     _device(
         "ticket_not_reset",
-        "            tl.store(ticket_ptr + place, {{0 -> 1}})",
+        "            tl.store(results.ticket + place, {{0 -> 1}})",
         (f"{_TESTS}::test_counters_are_zero_after_a_launch",),
         "the second replay of a graph takes the first program to arrive for the last",
     ),

@@ -19,14 +19,14 @@ _context = bugs_in("algorithms/step/context.py")
 MUTANTS = (
     _insertion(
         "a_history_is_taken_before_its_turn",
-        "history = tl.load(ring_ptr + {{number -> (number + 1)}} % RING, mask=starts, other=0)",
+        "history = tl.load(store.ring + {{number -> (number + 1)}} % RING, mask=starts, other=0)",
         _case("insert_new", "insert_no_room"),
         "a request gets a history that a slot still has, or the wrong one is dropped",
     ),
     _insertion(
         "every_slot_takes_the_same_history",
         "number = started + {{tl.cumsum( -> }}starts.to(tl.int64){{, 0) - 1 ->  * 0}}\n"
-        "        history = tl.load(ring_ptr",
+        "        history = tl.load(store.ring",
         _case("insert_new", "insert_all_new"),
         "requests that begin together write into one history",
     ),

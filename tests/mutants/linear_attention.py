@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     _kernel(
         "delta_key_of_the_value_head",
-        "query = head {{// (HV // H) -> % H}} * DK + key",
+        "query = head {{// (S.HV // S.H) -> % S.H}} * S.DK + key",
         _case("rule_chain"),
         "value heads take the keys of the wrong group",
     ),

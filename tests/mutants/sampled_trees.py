@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     _kernel(
         "first_child_is_kept",
-        "kept = tl.min(tl.where(sampled{{ & (kind == best[:, None]) -> }}, lane, NODES), 1)",
+        "kept = tl.min(tl.where(sampled{{ & (kind == best[:, None]) -> }}, lane, STATIC.NODES), 1)",
         parity("verify", "greedy_paths_far"),
         "no child is kept for what the target thinks of it",
     ),

@@ -32,13 +32,13 @@ MUTANTS = (
     ),
     _kernel(
         "position_is_the_slot",
-        "tl.store(positions_ptr + row + node, length + {{depth -> node}}, mask=live)",
+        "tl.store(links.positions + row + node, length + {{depth -> node}}, mask=live)",
         _case("tree_odd"),
         "siblings are rotated as if one followed the other",
     ),
     _kernel(
         "length_in_32_bits",
-        "tl.store(positions_ptr + row + node, length{{ -> .to(tl.int32)}} + depth, mask=live)",
+        "tl.store(links.positions + row + node, length{{ -> .to(tl.int32)}} + depth, mask=live)",
         _case("tree_odd"),
         "positions are computed in 32 bits",
     ),

@@ -15,7 +15,7 @@ import torch
 
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Maker
-from specdec_kernels.launch import Launch, record_launches
+from specdec_kernels.launch import Launch, leaves, record_launches
 
 _POINTER_TYPES = {
     torch.bool: "i1",
@@ -40,9 +40,11 @@ class Job:
     family: str = field(compare=False)  # a kernel that several families launch is compiled once
     chip: str
     kernel: Any
-    signature: tuple[tuple[str, str], ...]
-    constexprs: tuple[tuple[str, Any], ...]
-    divisible: tuple[int, ...]
+    signature: tuple[tuple[str, Any], ...]
+    """Of each argument its type; of a record the types of its fields."""
+    constexprs: tuple[tuple[str | tuple[int, ...], Any], ...]
+    """By name, or by path inside a record."""
+    divisible: tuple[tuple[int, ...], ...]
     num_warps: int
     num_stages: int
     max_registers: int | None = None
@@ -56,7 +58,8 @@ class Job:
     @property
     def settings(self) -> list[tuple[str, Any]]:
         """The compile-time arguments, those of a structure one by one."""
-        fields = [value._asdict() if hasattr(value, "_asdict") else {name: value} for name, value in self.constexprs]
+        named = [(name, value) for name, value in self.constexprs if isinstance(name, str)]
+        fields = [value._asdict() if hasattr(value, "_asdict") else {name: value} for name, value in named]
         return [pair for each in fields for pair in each.items()]
 
     @property
@@ -67,7 +70,7 @@ class Job:
 
     @property
     def pointers(self) -> frozenset[str]:
-        return frozenset(kind[1:] for _, kind in self.signature if kind.startswith("*"))
+        return frozenset(kind[1:] for _, kind in leaves(self.signature) if kind.startswith("*"))
 
 
 class _Repeating(Maker):
@@ -104,19 +107,26 @@ def collect(
 
 def job_of(family: str, chip: str, launched: Launch, checking: bool = False) -> Job:
     """Signature and specialisation of a launch, as the just-in-time compiler would derive them."""
-    signature: dict[str, str] = {}
-    constexprs: dict[str, Any] = {}
-    divisible = []
+    signature: dict[str, Any] = {}
+    constexprs: dict[str | tuple[int, ...], Any] = {}
+    divisible: list[tuple[int, ...]] = []
+
+    def kind_of(value: Any, parameter: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple) and not parameter.is_constexpr:
+            kinds = [kind_of(each, parameter, (*path, place)) for place, each in enumerate(value)]
+            return type(value)(*kinds) if hasattr(value, "_fields") else tuple(kinds)
+        is_one = _is_integer(value) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
+            constexprs[path if len(path) > 1 else parameter.name] = value
+            return "constexpr"
+        if _is_divisible(parameter, value):
+            divisible.append(path)
+        return _kind(value)
+
     values = dict(zip(launched.kernel.arg_names, launched.args, strict=False)) | launched.constexprs
     for index, parameter in enumerate(launched.kernel.params):
-        name, value = parameter.name, values.get(parameter.name, parameter.default)
-        is_one = _is_integer(value) and value == 1 and not parameter.do_not_specialize
-        fixed = parameter.is_constexpr or value is None or is_one
-        signature[name] = "constexpr" if fixed else _kind(value)
-        if fixed:
-            constexprs[name] = value
-        elif _is_divisible(parameter, value):
-            divisible.append(index)
+        value = values.get(parameter.name, parameter.default)
+        signature[parameter.name] = kind_of(value, parameter, (index,))
     return Job(
         family,
         chip,

@@ -44,7 +44,7 @@ def compile_job(job: Job) -> Usage | str:
     """Resources of the compiled kernel, or the compiler's complaint."""
     amd = job.chip.startswith("gfx")
     target = GPUTarget("hip", job.chip, 64) if amd else GPUTarget("cuda", int(job.chip[2:]), 32)
-    attrs = {(index,): [["tt.divisibility", ALIGNMENT]] for index in job.divisible}
+    attrs = {path: [["tt.divisibility", ALIGNMENT]] for path in job.divisible}
     source_class: Any = ASTSource
     if job.kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource

@@ -178,11 +178,11 @@ def tree_speculative_sampling_target_only(
     outcome = Outcome(predicts, accept_index, accept_token_num)
     tree = Tree(candidates, retrive_index, retrive_next_token, retrive_next_sibling)
     _check_walk(outcome, tree)
-    final, least = uniform_samples_for_final_sampling, max(threshold_acc, 1e-9)
-    call = Sampling(uniform_samples, final, target_probs, draft_probs, threshold_single, least)
+    call = Sampling(uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs)
     expect_fields(call, others=dict(candidates=candidates), B=candidates.shape[0], N=candidates.shape[1])
     expect_at_least("target_probs's vocabulary", target_probs.shape[-1], 1)
-    dispatch("tree_speculative_sampling_target_only", __package__, impl, candidates)(outcome, tree, call)
+    sample = dispatch("tree_speculative_sampling_target_only", __package__, impl, candidates)
+    sample(outcome, tree, call, threshold_single, max(threshold_acc, 1e-9))
 
 
 def segment_packbits(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specdec_kernels.cases import Case, Maker, case_of
 from specdec_kernels.compat.sglang.types import TreeMaskMode
+from specdec_kernels.tree.reference import links_of
 
 _OLD = 77  # what an output holds before the call
 
@@ -92,15 +93,9 @@ def tree_outputs(make: Maker, batch: int, nodes: int) -> dict[str, Tensor]:
 
 def random_links(make: Maker, batch: int, nodes: int) -> dict[str, Tensor]:
     """First-child and next-sibling links of random trees."""
-    child = torch.full((batch, nodes), -1, dtype=torch.int64)
-    sibling = torch.full((batch, nodes), -1, dtype=torch.int64)
-    for row in range(batch):
-        for node in range(nodes - 1, 0, -1):
-            parent = int(torch.randint(0, node, (1,), generator=make.generator))
-            sibling[row, node], child[row, parent] = child[row, parent], node
-    index = torch.arange(batch * nodes).view(batch, nodes)
-    links = dict(retrive_index=index, retrive_next_token=child, retrive_next_sibling=sibling)
-    return {name: tensor.to(make.device) for name, tensor in links.items()}
+    child, sibling = links_of(make.parents(batch, nodes).long())
+    index = torch.arange(batch * nodes, device=make.device).view(batch, nodes)
+    return dict(retrive_index=index, retrive_next_token=child, retrive_next_sibling=sibling)
 
 
 def _spoil(links: dict[str, Tensor]) -> None:

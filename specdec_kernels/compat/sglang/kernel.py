@@ -6,6 +6,8 @@ in `draft_probs`). Its last token is sampled by reading one row per request twic
 vocabulary, and again for the one tile in which the running mass passes the uniform number.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,16 @@ from specdec_kernels.compat.sglang.configs import CONFIGS
 from specdec_kernels.compat.sglang.types import Outcome, Sampling, Tree
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.verify.device import entry, wide_entry
+
+
+class End(NamedTuple):
+    """Where each path ends, and what its last row has in every tile of the vocabulary."""
+
+    node: Any  # [B] int32: last accepted node
+    last: Any  # [B] int64: its flat id
+    mass: Any  # [B, TILES] float32: of the residual
+    top: Any  # [B, TILES] float32: largest probability of the target
+    arg: Any  # [B, TILES] int32: its first token
 
 
 @triton.jit
@@ -36,13 +48,8 @@ def _row(values_ptr, place, live):
 
 @triton.jit(do_not_specialize=["batch", "flat_nodes"])
 def _verify_greedy_kernel(
-    predicts_ptr,  # [flat_nodes] int
-    accept_index_ptr,  # [B, PATH] int
-    accept_num_ptr,  # [B] int
-    candidates_ptr,  # [B, NODES] int
-    index_ptr,  # [B, NODES] int
-    next_token_ptr,  # [B, NODES] int
-    next_sibling_ptr,  # [B, NODES] int
+    outcome,  # Outcome, written
+    tree,  # Tree
     target_ptr,  # [B * NODES] int
     batch,
     flat_nodes,
@@ -56,52 +63,44 @@ def _verify_greedy_kernel(
     node = tl.arange(0, BLOCK_N)[None, :]
     place = request[:, None] * NODES + node
     in_row = live[:, None] & (node < NODES)
-    tokens = _row(candidates_ptr, place, in_row)
-    flat = _row(index_ptr, place, in_row)
-    children = _link(_row(next_token_ptr, place, in_row), NODES).to(tl.int32)
-    siblings = _link(_row(next_sibling_ptr, place, in_row), NODES).to(tl.int32)
+    tokens = _row(tree.candidates, place, in_row)
+    flat = _row(tree.retrive_index, place, in_row)
+    children = _link(_row(tree.next_token, place, in_row), NODES).to(tl.int32)
+    siblings = _link(_row(tree.next_sibling, place, in_row), NODES).to(tl.int32)
     targets = _row(target_ptr, flat, in_row & (flat >= 0) & (flat < batch * NODES))
 
     accepted = (request * 0).to(tl.int32)
     last = wide_entry(flat, node, accepted)
     target = wide_entry(targets, node, accepted)
     child = entry(children, node, accepted)
-    path_ptr = accept_index_ptr + request * PATH
-    tl.store(path_ptr, last.to(accept_index_ptr.dtype.element_ty), mask=live)
+    path_ptr = outcome.accept_index + request * PATH
+    tl.store(path_ptr, last.to(outcome.accept_index.dtype.element_ty), mask=live)
     visits = NODES - 1
     active = _goes_on(live, child, accepted, PATH)
     while (visits > 0) & (tl.max(active.to(tl.int32), 0) > 0):
         token = wide_entry(tokens, node, child)
         hit = active & (token == target)
         inside = hit & (last >= 0) & (last < flat_nodes)
-        tl.store(predicts_ptr + last, token.to(predicts_ptr.dtype.element_ty), mask=inside)
+        tl.store(outcome.predicts + last, token.to(outcome.predicts.dtype.element_ty), mask=inside)
         last = tl.where(hit, wide_entry(flat, node, child), last)
         accepted += hit.to(tl.int32)
-        tl.store(path_ptr + accepted, last.to(accept_index_ptr.dtype.element_ty), mask=hit)
+        tl.store(path_ptr + accepted, last.to(outcome.accept_index.dtype.element_ty), mask=hit)
         target = tl.where(hit, wide_entry(targets, node, child), target)
         onward = tl.where(hit, entry(children, node, child), entry(siblings, node, child))
         child = tl.where(active, onward, child)
         active = _goes_on(live, child, accepted, PATH)
         visits -= 1
     inside = live & (last >= 0) & (last < flat_nodes)
-    tl.store(predicts_ptr + last, target.to(predicts_ptr.dtype.element_ty), mask=inside)
-    tl.store(accept_num_ptr + request, accepted.to(accept_num_ptr.dtype.element_ty), mask=live)
+    tl.store(outcome.predicts + last, target.to(outcome.predicts.dtype.element_ty), mask=inside)
+    tl.store(outcome.accept_token_num + request, accepted.to(outcome.accept_token_num.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["batch", "flat_nodes", "threshold_single", "threshold_acc"])
 def _sample_walk_kernel(
-    predicts_ptr,  # [flat_nodes] int
-    accept_index_ptr,  # [B, PATH] int
-    accept_num_ptr,  # [B] int
-    candidates_ptr,  # [B, NODES] int
-    index_ptr,  # [B, NODES] int
-    next_token_ptr,  # [B, NODES] int
-    next_sibling_ptr,  # [B, NODES] int
-    uniforms_ptr,  # [B, NODES] float32
-    target_ptr,  # [B, NODES, VOCAB] float32
-    draft_ptr,  # [B, NODES, VOCAB] float32, changed
-    node_ptr,  # [B] int32: last accepted node
-    last_ptr,  # [B] int64: its flat id
+    outcome,  # Outcome, written
+    tree,  # Tree
+    given,  # Sampling, whose draft probabilities are changed
+    end,  # End, whose nodes are written
     batch,
     flat_nodes,
     threshold_single,
@@ -113,68 +112,64 @@ def _sample_walk_kernel(
 ):
     request = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = request < batch
-    last = tl.load(index_ptr + request * NODES, mask=live, other=-1).to(tl.int64)
-    child = _link(tl.load(next_token_ptr + request * NODES, mask=live, other=-1).to(tl.int64), NODES)
-    path_ptr = accept_index_ptr + request * PATH
-    tl.store(path_ptr, last.to(accept_index_ptr.dtype.element_ty), mask=live)
+    last = tl.load(tree.retrive_index + request * NODES, mask=live, other=-1).to(tl.int64)
+    child = _link(tl.load(tree.next_token + request * NODES, mask=live, other=-1).to(tl.int64), NODES)
+    path_ptr = outcome.accept_index + request * PATH
+    tl.store(path_ptr, last.to(outcome.accept_index.dtype.element_ty), mask=live)
     accepted = request * 0
     node = request * 0
     visits = NODES - 1
-    uniform = tl.load(uniforms_ptr + request * NODES, mask=live, other=1.0)
+    uniform = tl.load(given.uniforms + request * NODES, mask=live, other=1.0)
     mass = uniform * 0.0
     active = _goes_on(live, child, accepted, PATH)
     while (visits > 0) & (tl.max(active.to(tl.int32), 0) > 0):
-        token = tl.load(candidates_ptr + request * NODES + child, mask=active, other=-1).to(tl.int64)
+        token = tl.load(tree.candidates + request * NODES + child, mask=active, other=-1).to(tl.int64)
         known = active & (token >= 0) & (token < VOCAB)
         place = (request * NODES + node) * VOCAB + tl.where(known, token, 0)
-        probability = tl.load(target_ptr + place, mask=known, other=0.0)
+        probability = tl.load(given.target_probs + place, mask=known, other=0.0)
         probability = tl.where(probability > 0, probability, 0.0)
-        before = tl.load(draft_ptr + place, mask=known, other=0.0)
+        before = tl.load(given.draft_probs + place, mask=known, other=0.0)
         added = tl.where(before > 0, 0.0, probability)
         mass += added
         hit = known & ((uniform < tl.div_rn(mass, mass * 0 + threshold_acc)) | (added >= threshold_single))
-        tl.store(draft_ptr + place, probability, mask=known & (hit == 0) & ((before > 0) == 0))
+        tl.store(given.draft_probs + place, probability, mask=known & (hit == 0) & ((before > 0) == 0))
         # A duplicate sibling reads this entry again, and a lane may be held by more than one thread.
         tl.debug_barrier()
         inside = hit & (last >= 0) & (last < flat_nodes)
-        tl.store(predicts_ptr + last, token.to(predicts_ptr.dtype.element_ty), mask=inside)
+        tl.store(outcome.predicts + last, token.to(outcome.predicts.dtype.element_ty), mask=inside)
         visited = request * NODES + child
-        last = tl.where(hit, tl.load(index_ptr + visited, mask=hit, other=-1).to(tl.int64), last)
-        tl.store(path_ptr + accepted + 1, last.to(accept_index_ptr.dtype.element_ty), mask=hit)
+        last = tl.where(hit, tl.load(tree.retrive_index + visited, mask=hit, other=-1).to(tl.int64), last)
+        tl.store(path_ptr + accepted + 1, last.to(outcome.accept_index.dtype.element_ty), mask=hit)
         accepted += hit.to(tl.int64)
         node = tl.where(hit, child, node)
-        uniform = tl.where(hit, tl.load(uniforms_ptr + visited, mask=hit, other=1.0), uniform)
+        uniform = tl.where(hit, tl.load(given.uniforms + visited, mask=hit, other=1.0), uniform)
         mass = tl.where(hit, 0.0, mass)
-        down = tl.load(next_token_ptr + visited, mask=hit, other=-1).to(tl.int64)
-        along = tl.load(next_sibling_ptr + visited, mask=active & (hit == 0), other=-1).to(tl.int64)
+        down = tl.load(tree.next_token + visited, mask=hit, other=-1).to(tl.int64)
+        along = tl.load(tree.next_sibling + visited, mask=active & (hit == 0), other=-1).to(tl.int64)
         child = tl.where(active, _link(tl.where(hit, down, along), NODES), child)
         active = _goes_on(live, child, accepted, PATH)
         visits -= 1
-    tl.store(node_ptr + request, node.to(tl.int32), mask=live)
-    tl.store(last_ptr + request, last, mask=live)
-    tl.store(accept_num_ptr + request, accepted.to(accept_num_ptr.dtype.element_ty), mask=live)
+    tl.store(end.node + request, node.to(tl.int32), mask=live)
+    tl.store(end.last + request, last, mask=live)
+    tl.store(outcome.accept_token_num + request, accepted.to(outcome.accept_token_num.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def _residual(target_ptr, draft_ptr, row, token, full, VOCAB: tl.constexpr):
+def _residual(given, row, token, full, VOCAB: tl.constexpr):
     """Target and what is left of it without the rejected tokens (all of it after a full path)."""
     inside = token < VOCAB
-    target = tl.load(target_ptr + row * VOCAB + token, mask=inside, other=0.0)
+    target = tl.load(given.target_probs + row * VOCAB + token, mask=inside, other=0.0)
     target = tl.where(target > 0, target, 0.0)
-    rejected = tl.load(draft_ptr + row * VOCAB + token, mask=inside & (full == 0), other=0.0)
+    rejected = tl.load(given.draft_probs + row * VOCAB + token, mask=inside & (full == 0), other=0.0)
     rejected = tl.where(rejected > 0, rejected, 0.0)
     return target, tl.maximum(target - rejected, 0.0)
 
 
 @triton.jit
 def _residual_tiles_kernel(
-    target_ptr,  # [B, NODES, VOCAB] float32
-    draft_ptr,  # [B, NODES, VOCAB] float32
-    node_ptr,  # [B] int32
+    given,  # Sampling
+    end,  # End, whose tiles are written
     accept_num_ptr,  # [B] int
-    tile_mass_ptr,  # [B, TILES] float32
-    tile_max_ptr,  # [B, TILES] float32, of the target
-    tile_arg_ptr,  # [B, TILES] int32
     NODES: tl.constexpr,
     PATH: tl.constexpr,
     VOCAB: tl.constexpr,
@@ -183,15 +178,15 @@ def _residual_tiles_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    row = request * NODES + tl.load(node_ptr + request)
+    row = request * NODES + tl.load(end.node + request)
     full = tl.load(accept_num_ptr + request) == PATH - 1
     token = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    target, residual = _residual(target_ptr, draft_ptr, row, token, full, VOCAB)
+    target, residual = _residual(given, row, token, full, VOCAB)
     top = tl.max(target, 0)
     place = request * TILES + tile
-    tl.store(tile_mass_ptr + place, tl.sum(residual, 0))
-    tl.store(tile_max_ptr + place, top)
-    tl.store(tile_arg_ptr + place, tl.min(tl.where((target == top) & (token < VOCAB), token, VOCAB), 0))
+    tl.store(end.mass + place, tl.sum(residual, 0))
+    tl.store(end.top + place, top)
+    tl.store(end.arg + place, tl.min(tl.where((target == top) & (token < VOCAB), token, VOCAB), 0))
 
 
 @triton.jit
@@ -204,16 +199,9 @@ def _first_beyond(running, weight, goal, index, END: tl.constexpr):
 
 @triton.jit(do_not_specialize=["flat_nodes"])
 def _final_token_kernel(
-    predicts_ptr,  # [flat_nodes] int
-    final_uniforms_ptr,  # [B] float32
-    target_ptr,  # [B, NODES, VOCAB] float32
-    draft_ptr,  # [B, NODES, VOCAB] float32
-    node_ptr,  # [B] int32
-    last_ptr,  # [B] int64
-    accept_num_ptr,  # [B] int
-    tile_mass_ptr,  # [B, TILES] float32
-    tile_max_ptr,  # [B, TILES] float32
-    tile_arg_ptr,  # [B, TILES] int32
+    outcome,  # Outcome, whose last predictions are written
+    given,  # Sampling
+    end,  # End
     flat_nodes,
     NODES: tl.constexpr,
     PATH: tl.constexpr,
@@ -225,57 +213,55 @@ def _final_token_kernel(
     request = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, BLOCK_T)
     place = request * TILES + tile
-    mass = tl.load(tile_mass_ptr + place, mask=tile < TILES, other=0.0)
+    mass = tl.load(end.mass + place, mask=tile < TILES, other=0.0)
     running = tl.cumsum(mass, 0)
-    goal = tl.load(final_uniforms_ptr + request) * tl.max(running, 0)
+    goal = tl.load(given.final_uniforms + request) * tl.max(running, 0)
     winner = tl.maximum(_first_beyond(running, mass, goal, tile, BLOCK_T), 0)
     before = tl.max(tl.where(tile < winner, running, 0.0), 0)
 
-    row = request * NODES + tl.load(node_ptr + request)
-    full = tl.load(accept_num_ptr + request) == PATH - 1
+    row = request * NODES + tl.load(end.node + request)
+    full = tl.load(outcome.accept_token_num + request) == PATH - 1
     token = winner * BLOCK_V + tl.arange(0, BLOCK_V)
-    _, residual = _residual(target_ptr, draft_ptr, row, token, full, VOCAB)
+    _, residual = _residual(given, row, token, full, VOCAB)
     sampled = _first_beyond(tl.cumsum(residual, 0), residual, goal - before, token, VOCAB)
 
-    tops = tl.load(tile_max_ptr + place, mask=tile < TILES, other=-1.0)
-    args = tl.load(tile_arg_ptr + place, mask=tile < TILES, other=VOCAB)
+    tops = tl.load(end.top + place, mask=tile < TILES, other=-1.0)
+    args = tl.load(end.arg + place, mask=tile < TILES, other=VOCAB)
     largest = tl.min(tl.where(tops == tl.max(tops, 0), args, VOCAB), 0)
     sampled = tl.where(sampled >= 0, sampled, largest)
-    last = tl.load(last_ptr + request)
-    tl.store(predicts_ptr + last, sampled.to(predicts_ptr.dtype.element_ty), mask=(last >= 0) & (last < flat_nodes))
+    last = tl.load(end.last + request)
+    tl.store(
+        outcome.predicts + last, sampled.to(outcome.predicts.dtype.element_ty), mask=(last >= 0) & (last < flat_nodes)
+    )
 
 
 def verify_tree_greedy(outcome: Outcome, tree: Tree, target_predict: torch.Tensor) -> None:
     batch, nodes = tree.candidates.shape
     block = min(triton.next_power_of_2(max(batch, 1)), CONFIGS[current_chip(tree.candidates)].greedy_requests)
     launch(
-        _verify_greedy_kernel, (triton.cdiv(batch, block),), *outcome, *tree, target_predict, batch,
+        _verify_greedy_kernel, (triton.cdiv(batch, block),), outcome, tree, target_predict, batch,
         outcome.predicts.shape[0], num_warps=1, NODES=nodes, PATH=outcome.accept_index.shape[1], BLOCK=block,
         BLOCK_N=lanes(nodes),
     )  # fmt: skip
 
 
-def tree_speculative_sampling_target_only(outcome: Outcome, tree: Tree, call: Sampling) -> None:
-    uniforms, final_uniforms, target_probs, draft_probs, threshold_single, threshold_acc = call
-    batch, nodes, vocab = target_probs.shape
+def tree_speculative_sampling_target_only(
+    outcome: Outcome, tree: Tree, given: Sampling, threshold_single: float, threshold_acc: float
+) -> None:
+    uniforms, (batch, nodes, vocab) = given.uniforms, given.target_probs.shape
     config, room = CONFIGS[current_chip(uniforms)], outcome.predicts.shape[0]
     block, block_v = lanes(batch, config.walk_requests), lanes(vocab, config.max_tile)
     tiles = triton.cdiv(vocab, block_v)
-    node, last = uniforms.new_empty(batch, dtype=torch.int32), uniforms.new_empty(batch, dtype=torch.int64)
-    mass, top = uniforms.new_empty(batch, tiles), uniforms.new_empty(batch, tiles)
-    arg = uniforms.new_empty(batch, tiles, dtype=torch.int32)
+    end = End(
+        uniforms.new_empty(batch, dtype=torch.int32), uniforms.new_empty(batch, dtype=torch.int64),
+        uniforms.new_empty(batch, tiles), uniforms.new_empty(batch, tiles),
+        uniforms.new_empty(batch, tiles, dtype=torch.int32),
+    )  # fmt: skip
     sizes = dict(NODES=nodes, PATH=outcome.accept_index.shape[1], VOCAB=vocab)
     launch(
-        _sample_walk_kernel, (triton.cdiv(batch, block),), *outcome, *tree, uniforms, target_probs, draft_probs,
-        node, last, batch, room, float(threshold_single), float(threshold_acc), num_warps=1,
-        BLOCK=block, **sizes,
+        _sample_walk_kernel, (triton.cdiv(batch, block),), outcome, tree, given, end, batch, room,
+        float(threshold_single), float(threshold_acc), num_warps=1, BLOCK=block, **sizes,
     )  # fmt: skip
-    launch(
-        _residual_tiles_kernel, (batch, tiles), target_probs, draft_probs, node, outcome.accept_token_num, mass, top,
-        arg, num_warps=config.num_warps, TILES=tiles, BLOCK_V=block_v, **sizes,
-    )  # fmt: skip
-    launch(
-        _final_token_kernel, (batch,), outcome.predicts, final_uniforms, target_probs, draft_probs, node, last,
-        outcome.accept_token_num, mass, top, arg, room, num_warps=config.num_warps, TILES=tiles, BLOCK_V=block_v,
-        BLOCK_T=lanes(tiles), **sizes,
-    )  # fmt: skip
+    sizes |= dict(TILES=tiles, BLOCK_V=block_v, num_warps=config.num_warps)
+    launch(_residual_tiles_kernel, (batch, tiles), given, end, outcome.accept_token_num, **sizes)
+    launch(_final_token_kernel, (batch,), outcome, given, end, room, BLOCK_T=lanes(tiles), **sizes)

@@ -102,10 +102,7 @@ def _build_kernel(
     parent_list_ptr,  # [B, rows] int64
     lengths_ptr,  # [B] int64
     out_mask_ptr,  # see `build_tree_kernel_efficient`
-    out_positions_ptr,  # [B * NODES] int
-    out_index_ptr,  # [B, NODES] int
-    out_child_ptr,  # [B, NODES] int
-    out_sibling_ptr,  # [B, NODES] int
+    out,  # BuiltTree, written
     batch,
     rows,
     topk,
@@ -141,12 +138,12 @@ def _build_kernel(
         climbing = (ancestor > 0) & (steps < depth)
 
     place = request.to(tl.int64) * NODES + node
-    tl.store(out_positions_ptr + place, (length + steps).to(out_positions_ptr.dtype.element_ty), mask=live)
-    tl.store(out_index_ptr + place, place.to(out_index_ptr.dtype.element_ty), mask=live)
+    tl.store(out.positions + place, (length + steps).to(out.positions.dtype.element_ty), mask=live)
+    tl.store(out.retrive_index + place, place.to(out.retrive_index.dtype.element_ty), mask=live)
     child = tl.where(first_child < NODES, first_child, -1)
-    tl.store(out_child_ptr + place, child.to(out_child_ptr.dtype.element_ty), mask=live)
+    tl.store(out.next_token + place, child.to(out.next_token.dtype.element_ty), mask=live)
     sibling = tl.where(next_sibling < NODES, next_sibling, -1)
-    tl.store(out_sibling_ptr + place, sibling.to(out_sibling_ptr.dtype.element_ty), mask=live)
+    tl.store(out.next_sibling + place, sibling.to(out.next_sibling.dtype.element_ty), mask=live)
     _store_mask(out_mask_ptr, lengths_ptr, bits, length, request, node, batch, NODES, MODE, BLOCK_B, CELLS)
 
 
@@ -159,7 +156,7 @@ def build_selected_tree(call: Selected) -> None:
     block_b = min(triton.next_power_of_2(max(batch, 1)), config.tree_requests)
     words = mask_words(nodes)
     launch(
-        _build_kernel, (triton.cdiv(batch, block_b),), selected, parent_list, lengths, tree_mask, *outputs, batch,
+        _build_kernel, (triton.cdiv(batch, block_b),), selected, parent_list, lengths, tree_mask, outputs, batch,
         parent_list.shape[1], topk, depth, num_warps=max(1, block_n // 32), NODES=nodes, WORDS=words,
         MODE=int(mode), BLOCK_B=block_b, BLOCK_N=block_n, BLOCK_O=min(block_n, _PAIR_NODES),
         BLOCK_W=triton.next_power_of_2(words), CELLS=min(block_n, WORD_BITS),

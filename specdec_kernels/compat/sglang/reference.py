@@ -86,8 +86,10 @@ def verify_tree_greedy(outcome: Outcome, tree: Tree, target_predict: Tensor) -> 
     walk.finish(_checked(flat_target, walk.last))
 
 
-def tree_speculative_sampling_target_only(outcome: Outcome, tree: Tree, call: Sampling) -> None:
-    uniforms, final_uniforms, target_probs, draft_probs, threshold_single, threshold_acc = call
+def tree_speculative_sampling_target_only(
+    outcome: Outcome, tree: Tree, call: Sampling, threshold_single: float, threshold_acc: float
+) -> None:
+    uniforms, final_uniforms, target_probs, draft_probs = call
     batch, nodes, vocab = target_probs.shape
     if batch == 0:
         return

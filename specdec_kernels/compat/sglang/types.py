@@ -42,14 +42,12 @@ class Tree(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """Random numbers, distributions and thresholds of `tree_speculative_sampling_target_only`."""
+    """Random numbers and distributions of `tree_speculative_sampling_target_only`."""
 
     uniforms: Annotated[Tensor, "B N float32"]
     final_uniforms: Annotated[Tensor, "B float32"]
     target_probs: Annotated[Tensor, "B N V float32"]
-    draft_probs: Annotated[Tensor, "B N V float32"]
-    threshold_single: float
-    threshold_acc: float
+    draft_probs: Annotated[Tensor, "B N V float32"]  # changed
 
 
 class BuiltTree(NamedTuple):
