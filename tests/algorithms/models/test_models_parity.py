@@ -20,9 +20,8 @@ from torch import Tensor
 from algorithms.dflash.loading import load_dflash
 from algorithms.dflash.model import DFlashDrafter
 from algorithms.models.config import DecoderConfig
-from algorithms.models.layers import Mixer, MixerWeights
+from algorithms.models.layers import Mixer, MixerWeights, rope_table
 from algorithms.models.loading import load_target
-from algorithms.models.rotary import rope_table
 from specdec_kernels.attention import AttentionMetadata, paged_attention
 from specdec_kernels.kv_index import token_slots
 from specdec_kernels.kv_write import materialize_kv, write_kv

@@ -19,8 +19,7 @@ from algorithms.models.loading import Target
 from algorithms.parallel import layers, tensor_parallel
 from algorithms.parallel.collectives import from_rank_0, join_columns, sum_in_order, sum_over_ranks
 from algorithms.parallel.layers import RowParallelLinear
-from algorithms.parallel.sharding import shard, shard_drafter
-from algorithms.parallel.shares import parallel_config
+from algorithms.parallel.sharding import parallel_config, shard, shard_drafter
 from specdec_kernels import Exchange, build_chain, exchange_elements, linear_argmax
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import interpreting
