@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.attention.levels import LevelSizes, LevelViews
+from algorithms.attention.paged_attention import LevelSizes, LevelViews
+from algorithms.drafting.draft_sampling import TreeShape
 from algorithms.drafting.tree_drafter import TreeDrafter, grow_tree
-from algorithms.drafting.tree_shape import TreeShape
 
 VOCAB, LAST = 19, [4, 9]
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3)) * 2

@@ -18,8 +18,7 @@ from algorithms.models.architectures import ARCHITECTURES
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import Target, load_target
-from algorithms.mtp import formats
-from algorithms.mtp.config import MTPConfig
+from algorithms.mtp.config import BY_MODEL_TYPE, MTPConfig
 from algorithms.mtp.drafting import MTP
 from algorithms.mtp.loading import load_mtp
 from algorithms.mtp.model import MTPHead
@@ -254,8 +253,8 @@ def test_wrong_conventions_show(mimo: Target) -> None:
 
 
 def test_norms_that_are_stored_as_differences(mimo: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = replace(formats.BY_MODEL_TYPE["mimo"], norm_offset=1.0)
-    monkeypatch.setitem(formats.BY_MODEL_TYPE, "mimo", family)
+    family = replace(BY_MODEL_TYPE["mimo"], norm_offset=1.0)
+    monkeypatch.setitem(BY_MODEL_TYPE, "mimo", family)
     original = Original(mimo, mimo.path, PREFIX, hidden_first=True, norm_offset=1.0)
     for text, tokens, *_ in drafted(mimo, None, 0.0, Setup()).drafts[::4]:
         if len(text) > 1:
