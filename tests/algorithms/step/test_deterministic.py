@@ -16,8 +16,9 @@ from algorithms.algorithm import Batch, Resources
 from algorithms.attention.backends.protocol import BackendError
 from algorithms.attention.backends.selection import backends
 from algorithms.attention.cache import KVCache
-from algorithms.attention.paged_attention import JointMixer, PagedMixer
-from algorithms.engine.compatibility import check_backend
+from algorithms.attention.memory import PagedMemory
+from algorithms.attention.paged_attention import PagedMixer, split_rows
+from algorithms.engine.engine import check_backend
 from algorithms.engine.request import EngineError
 from algorithms.engine.settings import RuntimeSettings
 from algorithms.models.decoder import Decoder
@@ -73,9 +74,10 @@ class Runs:
 
     def beside(self, groups: list[tuple[PagedMixer, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Hidden states and logits of each of `groups` in one forward."""
-        joint = JointMixer([(mixer, tokens) for mixer, tokens in groups])
-        hidden, _ = self.model(joint.tokens, joint)
-        return list(zip(joint.split(hidden), joint.split(self.model.logits(hidden)), strict=True))
+        joint = PagedMemory(self.cache, self.resources).joint([mixer for mixer, _ in groups])
+        hidden, _ = self.model(torch.cat([tokens.flatten() for _, tokens in groups]), joint)
+        shapes = [tokens.shape for _, tokens in groups]
+        return list(zip(split_rows(hidden, shapes), split_rows(self.model.logits(hidden), shapes), strict=True))
 
     def mixer(self, starts: Tensor, tokens: Tensor, requests: Tensor, **options: Any) -> PagedMixer:
         """Plan `tokens` [B, N], row b behind the first `starts[b]` tokens of `requests[b]`."""
@@ -192,8 +194,9 @@ def test_a_token_of_latent_attention_has_the_same_bits(monkeypatch: pytest.Monke
     assert torch.equal(tree[0, list(PATH)], whole[start:])
     run(run.chunk([start], ours), ours)  # the tree has stored its nodes in these places
     mixers = [run.verified([start], (-1, 0, 1, 2), True), run.chunk([0], text[:, :9], (1,))]
-    joint = run.memory.joint(list(zip(mixers, (ours, text[:, :9]), strict=True)))
-    verified, prompt = joint.split(run(joint, joint.tokens))
+    joint, groups = run.memory.joint(mixers), (ours, text[:, :9])
+    found = run(joint, torch.cat([group.flatten() for group in groups]))
+    verified, prompt = split_rows(found, [group.shape for group in groups])
     assert torch.equal(verified[0], whole[start:]) and torch.equal(prompt[0], whole[:9])
 
 
