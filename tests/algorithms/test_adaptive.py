@@ -14,8 +14,8 @@ import pytest
 
 from algorithms.engine.clock import PhaseClock
 from algorithms.engine.engine import Engine
-from algorithms.engine.readback import StepResult
 from algorithms.engine.request import Request
+from algorithms.engine.transfers import StepResult
 from algorithms.standalone import Standalone
 from algorithms.step.adaptive import (
     DECIDE_EVERY,

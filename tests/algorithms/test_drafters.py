@@ -206,7 +206,7 @@ def test_dflash_drafts_what_its_layers_say(
 def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool, seen: tuple[int, int]) -> list[int]:
     """The block behind `text` with attention spelled out: context keys from features, block keys from the block."""
     from algorithms.models.dense_mixer import head_norm
-    from algorithms.models.rotary import apply_rope, rope_table
+    from algorithms.models.layers import apply_rope, rope_table
 
     config, committed = drafter.config, len(text) - 1
     table, eps = rope_table(CONFIG, 128, "cpu"), CONFIG.rms_norm_eps
