@@ -301,5 +301,5 @@ def test_settings_are_checked() -> None:
         MTP.Config(hidden_in="plain")
     with pytest.raises(ValueError, match="feedback=raw: expected one MTP layer"):
         MTPConfig(MIMO, feedback="raw")
-    with pytest.raises(ValueError, match="first: expected embedding or hidden"):
+    with pytest.raises(ValueError, match="first: expected one of embedding, hidden"):
         MTPConfig(replace(MIMO, num_layers=1), first="both")
