@@ -72,10 +72,10 @@ class Standalone(LevelDrafter):
             mixer = self._memory.chained(batch, batch.lengths[:, None])
             return tree.tree(batch, self._run(root, None, mixer)[:, 0], self._run)
         mixers = tree.chain_mixers(batch)
-        logits = self._run(root, None, mixers[0])[:, 0]
+        logits = self._run(root, None, mixers(0))[:, 0]
         draft = tree.chain(batch, logits, self._run, mixers)
         # Stores the last draft, which may be accepted; its logits are not needed.
-        self._draft.model(draft.tokens[:, -1:], mixers[tree.shape.max_depth])
+        self._draft.model(draft.tokens[:, -1:], mixers(tree.shape.max_depth))
         return draft
 
     def _run(self, tokens: Tensor, parents: Tensor | None, mixer: Any) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from algorithms.algorithm import Batch, Observation, Prompts, Resources
 from algorithms.attention.cache import KVCache, KVScales
-from algorithms.attention.paged_attention import LevelSizes, LevelViews, PagedLevels, PagedMixer, joined
+from algorithms.attention.paged_attention import LevelSizes, LevelViews, PagedMixer, joined, paged_levels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.memory import LatentMemory
@@ -22,6 +22,8 @@ from algorithms.models.layers import Mixer
 from algorithms.models.linear.config import LinearConfig
 from algorithms.models.linear.memory import StateMemory
 from specdec_kernels import Committed, TreeLinks, mask_paths, move_accepted
+
+Levels = Callable[[int], Mixer]
 
 
 class Memory(Protocol):
@@ -67,13 +69,7 @@ class DraftMemory(Protocol):
         ...
 
     def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Levels:
-        """Plan the forwards of a draft, whose masks may be filled later."""
-        ...
-
-
-class Levels(Protocol):
-    def __getitem__(self, level: int) -> Mixer:
-        """The mixer of forward `level`, whose mask is filled by now."""
+        """Plan the forwards of a draft: gives the mixer of forward i, whose mask is filled by then."""
         ...
 
 
@@ -120,8 +116,8 @@ class PagedMemory:
     def chained(self, batch: Batch, positions: Tensor) -> PagedMixer:
         return self._over(batch, positions, phase="draft")
 
-    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> PagedLevels:
-        return PagedLevels(batch, self.cache, self.resources, sizes, views)
+    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Levels:
+        return paged_levels(batch, self.cache, self.resources, sizes, views)
 
     def joint(self, mixers: Sequence[PagedMixer]) -> PagedMixer:
         return joined(mixers)

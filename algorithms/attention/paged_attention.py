@@ -6,7 +6,7 @@ forward over `[B, N]` tokens at slots L … L + N - 1 of their requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -182,32 +182,28 @@ class PagedMixer:
         return out
 
 
-class PagedLevels:
+def paged_levels(
+    batch: Batch, cache: KVCache, resources: Resources, sizes: LevelSizes, views: LevelViews | None = None
+) -> Callable[[int], PagedMixer]:
     """The mixers of the forwards in which a drafter writes one level of its draft after another, planned at once."""
+    slots, positions, calls = level_rows(batch, sizes, views, cache.page_size, resources.impl)
+    width, mode, backend = sizes.width, "chain" if views is None else "tree", resources.backend
+    shape, kinds = _attention_shape(cache, width, resources), _kinds_of(cache, mode)
+    steps = dict(length_step=1) if views is None else dict(width_step=width)
+    of_kind = {}
+    for kind in dict.fromkeys(kinds):
+        levels = Levels([_of_layer(call, cache, *kind) for call in calls], **steps)
+        of_kind[kind] = levels, backend.plan_levels(levels, shape, "draft")
 
-    def __init__(
-        self, batch: Batch, cache: KVCache, resources: Resources, sizes: LevelSizes, views: LevelViews | None = None
-    ) -> None:
-        self._cache, self._resources = cache, resources
-        self._slots, self._positions, calls = level_rows(batch, sizes, views, cache.page_size, resources.impl)
-        width, mode = sizes.width, "chain" if views is None else "tree"
-        self._rows = torch.Size((len(batch.lengths), width))
-        self._shape, self._kinds = _attention_shape(cache, width, resources), _kinds_of(cache, mode)
-        steps = dict(length_step=1) if views is None else dict(width_step=width)
-        self._levels = {}
-        for kind in dict.fromkeys(self._kinds):
-            levels = Levels([_of_layer(call, cache, *kind) for call in calls], **steps)
-            self._levels[kind] = levels, resources.backend.plan_levels(levels, self._shape, "draft")
-
-    def __getitem__(self, level: int) -> PagedMixer:
-        backend = self._resources.backend
+    def mixer(level: int) -> PagedMixer:
         plans = {
-            kind: backend.plan(levels.calls[level], self._shape, "draft") if planned is None else planned[level]
-            for kind, (levels, planned) in self._levels.items()
+            kind: backend.plan(levels.calls[level], shape, "draft") if planned is None else planned[level]
+            for kind, (levels, planned) in of_kind.items()
         }
-        rows = PagedRows(self._rows, tuple(plans[kind] for kind in self._kinds))
-        slots, positions = self._slots[level], self._positions[level]
-        return PagedMixer(self._cache, slots, positions, backend, (rows,), self._resources.impl)
+        rows = PagedRows(torch.Size((len(batch.lengths), width)), tuple(plans[kind] for kind in kinds))
+        return PagedMixer(cache, slots[level], positions[level], backend, (rows,), resources.impl)
+
+    return mixer
 
 
 def _attention_shape(cache: KVCache, width: int, resources: Resources) -> AttentionShape:

@@ -57,11 +57,11 @@ class TreeDrafter:
         logits, run = self._adjusted(batch, logits, run)
         if self.sampled is not None:
             return self.sampled.grow(
-                batch, logits, lambda level, tokens, _: run(tokens, None, levels[level + self.base])
+                batch, logits, lambda level, tokens, _: run(tokens, None, levels(level + self.base))
             )
 
         def run_level(place: int, tokens: Tensor) -> Tensor:
-            return logits if place == 0 else run(tokens, None, levels[place - 1 + self.base]).squeeze(1)
+            return logits if place == 0 else run(tokens, None, levels(place - 1 + self.base)).squeeze(1)
 
         impl, scored = self.resources.impl, self.resources.needs_path_probs
         return grow_chain(batch, run_level, self.shape.max_depth, impl, self.vocabulary, scored)
@@ -71,12 +71,12 @@ class TreeDrafter:
         logits, run = self._adjusted(batch, logits, run)
         if self.sampled is not None:
             levels = self._tree_mixers(batch, self.sampled.masks(len(logits)))
-            return self.sampled.grow(batch, logits, lambda level, tokens, parents: run(tokens, parents, levels[level]))
+            return self.sampled.grow(batch, logits, lambda level, tokens, parents: run(tokens, parents, levels(level)))
         masks = level_masks(batch, self.shape, self.base)
         mixers = self._tree_mixers(batch, masks)
 
         def run_level(level: int, frontier: kernels.Frontier) -> Tensor:
-            return run(frontier.tokens, frontier.parents, mixers[level])
+            return run(frontier.tokens, frontier.parents, mixers(level))
 
         return grow_tree(
             batch, logits, run_level, self.shape, masks, self.resources.impl, base=self.base, vocabulary=self.vocabulary

@@ -6,7 +6,7 @@ So a token is one stored row [c | k_r] for all heads, in prefill as in decoding:
 was written. The kernel is the same for every attention backend.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -131,14 +131,15 @@ class LatentMemory:
     def chained(self, batch: Batch, positions: Tensor) -> LatentMixer:
         return self._over(batch, positions, batch.active * positions.shape[1], None)
 
-    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> list[LatentMixer]:
+    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Callable[[int], LatentMixer]:
         impl = self._resources.impl
         slots, positions, calls = level_rows(batch, sizes, views, self.cache.page_size, impl, self._scale)
         shape = torch.Size((len(batch.lengths), sizes.width))
-        return [
+        mixers = [
             LatentMixer(self.cache, slots[level], positions[level], (Rows(shape, call),), impl)
             for level, call in enumerate(calls)
         ]
+        return mixers.__getitem__
 
     def joint(self, mixers: Sequence[LatentMixer]) -> LatentMixer:
         return joined(mixers)

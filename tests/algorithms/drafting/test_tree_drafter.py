@@ -40,7 +40,7 @@ class Planned:
         self.used: list[int] = []
         Planned.latest = self
 
-    def __getitem__(self, level: int) -> str:
+    def __call__(self, level: int) -> str:
         assert 0 <= level < self.count, f"forward {level} of {self.count}"
         self.used.append(level)
         return f"mixer {level}"
