@@ -42,7 +42,7 @@ class ConvLayer(DecoderLayer):
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         return self._after(layer, self.input_layernorm(x), x, mixer)
 
-    def between_norms(self, layer: int, start: Normed, mixer: Mixer, following: RMSNorm) -> Normed:
+    def fused(self, layer: int, start: Normed, mixer: Mixer, following: RMSNorm) -> Normed:
         x = self._after(layer, start.normed, start.residual, mixer)
         return Normed(following(x), x)
 
@@ -146,8 +146,7 @@ class DFlashDrafter(FusableModel):
 
     def forward(self, hidden: Tensor, mixer: Mixer) -> Tensor:
         """Block embeddings `[..., T, hidden]` through the draft layers and the final norm; same shape."""
-        layers = cast(Sequence[DecoderLayer], self.layers)
-        return run_layers(layers, self.norm, Normed(layers[0].input_layernorm(hidden), hidden), mixer)[0]
+        return run_layers(cast(Sequence[DecoderLayer], self.layers), self.norm, hidden, mixer)[0]
 
     def logits(self, target: Decoder, hidden: Tensor) -> Tensor:
         """`hidden [..., hidden]` to `[..., V_d]`, before any head; before `cap` where a selector chooses by them."""

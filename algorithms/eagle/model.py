@@ -29,7 +29,7 @@ from algorithms.drafting.feature_head import FeatureHead, at_sources
 from algorithms.drafting.level_drafter import NORMED
 from algorithms.eagle.config import EACH, JOINT, Eagle3Config, EagleConfig
 from algorithms.models.config import EMBEDDING_LAYER, DecoderConfig
-from algorithms.models.decoder import Block, DecoderLayer, reset_layers, run_layers
+from algorithms.models.decoder import Block, DecoderLayer, reset_layers, run_fused
 from algorithms.models.fusion import project
 from algorithms.models.layers import Attention, Mixer, RMSNorm, SwiGLU
 from specdec_kernels import Normed
@@ -94,6 +94,9 @@ class Eagle3Layer(Block):
                 impl=self.hidden_norm.impl,
             )  # fmt: skip
         return Normed(normed, normed[..., feature.shape[-1] :].contiguous() if self._normed_residual else feature)
+
+    def forward(self, start: Normed, mixer: Mixer) -> Tensor:
+        return self.after_mixing(self.self_attn(0, start.normed, mixer), start.residual)
 
 
 class Eagle3Drafter(FeatureHead):
@@ -172,9 +175,14 @@ class Eagle3Drafter(FeatureHead):
         """The residual stream after the layers, and its norm."""
         table = (self.embed_tokens or self.target.model.embed_tokens).weight
         start, others = self.midlayer.start(tokens, table, feature, sources), list(self.layers.values())
-        layers = cast(Sequence[Block], [self.midlayer, *others])
-        normed, (stream,) = run_layers(layers, self.norm, start, mixer, [len(others)])
-        return Normed(normed, stream)
+        if self.impl is not None:
+            layers = cast(Sequence[Block], [self.midlayer, *others])
+            normed, (stream,) = run_fused(layers, self.norm, start, mixer, [len(others)])
+            return Normed(normed, stream)
+        stream = self.midlayer(start, mixer)
+        for index, layer in enumerate(others, 1):
+            stream = layer(index, stream, mixer)
+        return Normed(self.norm(stream), stream)
 
     def forward(self, tokens: Tensor, feature: Tensor, mixer: Mixer, level: int = 0) -> Tensor:
         return self._fed_back(self._run(tokens, feature, mixer))

@@ -56,13 +56,12 @@ class Block(nn.Module):
         normed, stream = norm.after(projection, mixed, stream, self.post_self_attn_layernorm)
         return stream + _closed(self.post_mlp_layernorm, self.mlp(normed, real))
 
-    def between_norms(self, layer: int, start: kernels.Normed, mixer: Mixer, following: RMSNorm) -> kernels.Normed:
+    def fused(self, layer: int, start: kernels.Normed, mixer: Mixer, following: RMSNorm) -> kernels.Normed:
         """The layer between two norms: `start` is normed by its own, the result by the `following` one."""
-        mixed, norm = self.mixing(layer, start.normed, mixer), self.post_attention_layernorm
-        if norm.impl is None:
-            stream = self.after_mixing(mixed, start.residual, self._real(mixer))
-            return kernels.Normed(following(stream), stream)
-        normed, residual = norm.after(self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm)
+        mixed = self.mixing(layer, start.normed, mixer)
+        normed, residual = self.post_attention_layernorm.after(
+            self.mixing.out, mixed, start.residual, self.post_self_attn_layernorm
+        )
         return self.mlp.ended(normed, residual, following, self.post_mlp_layernorm, self._real(mixer))
 
 
@@ -93,14 +92,28 @@ class DecoderLayer(Block):
 
 
 def run_layers(
-    layers: Sequence[Block], norm: RMSNorm, start: kernels.Normed, mixer: Mixer, target_layers: Sequence[int] = ()
+    layers: Sequence[DecoderLayer], norm: RMSNorm, x: Tensor, mixer: Mixer, target_layers: Sequence[int] = ()
 ) -> tuple[Tensor, list[Tensor]]:
-    """`start`, `[..., T, hidden]` and normed by the first layer's norm, through the layers, each of which ends in the
-    norm of the next, the last one in `norm`; returns as `Decoder.forward`."""
+    """`x [..., T, hidden]` through the layers and the final norm; returns as `Decoder.forward`. Without kernels every
+    layer is called: training compiles their `forward`."""
+    if norm.impl is not None:
+        return run_fused(layers, norm, kernels.Normed(layers[0].input_layernorm(x), x), mixer, target_layers)
+    outputs: dict[int, Tensor] = {}
+    for index, layer in enumerate(layers):
+        x = layer(index, x, mixer)
+        if index in target_layers:
+            outputs[index] = x
+    return norm(x), [outputs[index] for index in target_layers]
+
+
+def run_fused(
+    layers: Sequence[Block], norm: RMSNorm, start: kernels.Normed, mixer: Mixer, target_layers: Sequence[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """`run_layers` by fused kernels: every layer ends in the norm of the next."""
     outputs: dict[int, Tensor] = {}
     following = [*(cast(RMSNorm, layer.input_layernorm) for layer in layers[1:]), norm]
     for index, layer in enumerate(layers):
-        start = layer.between_norms(index, start, mixer, following[index])
+        start = layer.fused(index, start, mixer, following[index])
         if index in target_layers:
             outputs[index] = start.residual
     return start.normed, [outputs[index] for index in target_layers]
@@ -124,7 +137,8 @@ def reset_layers(layers: nn.ModuleList) -> None:
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
-    """A table of zeros: the random start of `nn.Embedding` imports torch's compiler on the meta device, slowly."""
+    """A table of zeros. The random start of `nn.Embedding` takes torch's compiler on the meta device, whose import
+    is slow."""
     return nn.Embedding.from_pretrained(torch.zeros(rows, width), freeze=False)
 
 
@@ -167,14 +181,12 @@ class Decoder(FusableModel):
         """Run `tokens [..., T]` int64. Returns the final-normed hidden states `[..., T, hidden]` and, for each layer id
         in `target_layers` in that order, the residual stream after that layer `[..., T, hidden]`."""
         layers, norm = cast(Sequence[DecoderLayer], self.model.layers), self.model.norm
-        first = cast(RMSNorm, layers[0].input_layernorm)
         if self.impl is None:
-            x = self.embed(tokens)
-            start = kernels.Normed(first(x), x)
-        else:
-            table = self.model.embed_tokens.weight
-            start = kernels.embed_rms_norm(tokens.contiguous(), table, first.weight, first.eps, impl=self.impl)
-        return run_layers(layers, norm, start, mixer, target_layers)
+            return run_layers(layers, norm, self.embed(tokens), mixer, target_layers)
+        first = cast(RMSNorm, layers[0].input_layernorm)
+        table = self.model.embed_tokens.weight
+        start = kernels.embed_rms_norm(tokens.contiguous(), table, first.weight, first.eps, impl=self.impl)
+        return run_fused(layers, norm, start, mixer, target_layers)
 
     def warmup(self, rows: int) -> None:
         tokens = torch.zeros(1, rows, dtype=torch.int64, device=self.model.norm.weight.device)
@@ -192,7 +204,8 @@ class Decoder(FusableModel):
         return isinstance(self.lm_head, SharedHead)
 
     def argmax(self, hidden: Tensor) -> Tensor | None:
-        """The largest of `logits`, `[..., T]` int64: lowest id of equals, -1 without a finite one; None: no kernel."""
+        """The largest of `logits` at each row, `[..., T]` int64: the lowest id among equals, -1 for a row without a
+        finite one. None where the fused forward has no kernel for it."""
         rows = hidden.numel() // hidden.shape[-1]
         if self.impl is None or not (rows <= MAX_KERNEL_ROWS or self.batch_invariant):
             return None

@@ -244,9 +244,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What rank 0 sends; its tensors are one more than this rank's."""
     sent: list[Any] = []
     monkeypatch.setattr(collectives, "parallel", lambda: True)
-    monkeypatch.setattr(
-        collectives, "from_rank_0", lambda given: sent.extend(given) or [each + 1 for each in given]
-    )
+    monkeypatch.setattr(collectives, "from_rank_0", lambda given: sent.extend(given) or [each + 1 for each in given])
     return sent
 
 
