@@ -34,8 +34,10 @@ def write_fields(held: object, keys: Mapping[str, str]) -> dict[str, Any]:
 
 def check_layer_kinds(key: str, kinds: Sequence[str], known: Collection[str], num_layers: int) -> None:
     """Raise ValueError unless every layer has one of the `known` kinds."""
-    if len(kinds) != num_layers or not set(kinds) <= set(known):
+    if len(kinds) != num_layers:
         raise ValueError(f"{key}: expected {num_layers} of {list(known)}, got {list(kinds)}")
+    if unknown := sorted(set(kinds) - set(known)):
+        raise ValueError(f"{key} {unknown} are not supported, expected {list(known)}")
 
 
 def one_kind(what: str, layers: Iterable[Any]) -> Any:
