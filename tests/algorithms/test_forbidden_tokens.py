@@ -20,7 +20,7 @@ from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine
 pytestmark = pytest.mark.usefixtures("random_drafters")
 
 TOKENS = 14
-MAKERS = ("autoregressive", "standalone_chain", "eagle3_tree", "naive_eagle", "dflash_tree", "ngram")
+MAKERS = ("autoregressive", "standalone_chain", "eagle3_tree", "naive_eagle", "ngram")
 SAMPLED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.9},
@@ -71,7 +71,7 @@ def test_every_algorithm_writes_what_the_loop_writes(maker: str) -> None:
     assert served(maker, Setup(page_size=4)) == expected()
 
 
-@pytest.mark.parametrize("maker", ["standalone_tree", "dflash_chain"])
+@pytest.mark.parametrize("maker", ["standalone_tree"])
 def test_captured_steps(maker: str) -> None:
     """Rows change hands between replays, and padding rows forbid nothing."""
     assert served(maker, Setup(page_size=4, graph="step", async_steps=1, prefill_chunk=4, prefill_tile=4)) == expected()

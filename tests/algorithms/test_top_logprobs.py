@@ -20,8 +20,15 @@ def asked() -> list[Request]:
     return [changed(request, top_logprobs=request.id, logprobs=True) for request in all_parameters()]
 
 
-@pytest.mark.parametrize("setup", [Setup(page_size=4), Setup(page_size=4, graph="step", async_steps=1)])
-@pytest.mark.parametrize("maker", ["autoregressive", "standalone_chain", "eagle3_tree", "ngram"])
+@pytest.mark.parametrize(
+    ("maker", "setup"),
+    [
+        ("autoregressive", Setup(page_size=4)),
+        ("standalone_chain", Setup(page_size=4, graph="step", async_steps=1)),
+        ("eagle3_tree", Setup(page_size=4, graph="step", async_steps=1)),
+        ("ngram", Setup(page_size=4)),
+    ],
+)
 def test_they_are_those_of_the_text(maker: str, setup: Setup) -> None:
     drafter = hinted(ALL_MAKERS[maker](), scripts(all_parameters(), [tokens for tokens, _ in expected()]))
     for request, completion in zip(asked(), run(drafter, asked(), setup, TARGET).completions, strict=True):
