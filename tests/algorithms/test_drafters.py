@@ -27,9 +27,8 @@ from tests.algorithms.drafters import (
     chi_square_p,
     draft_model,
     eagle3_head,
-    eagle_head,
 )
-from tests.algorithms.toy import CONFIG, VOCAB, Setup, answers, changed, engine_of, random_drafter, requests, run
+from tests.algorithms.toy import CONFIG, Setup, answers, changed, engine_of, random_drafter, requests, run
 
 pytestmark = pytest.mark.usefixtures("random_drafters")
 
@@ -57,27 +56,6 @@ def dense_features(text: list[int], layers: tuple[int, ...]) -> tuple[Tensor, li
     hidden, outputs = TARGET.model(tokens, DenseMixer(CONFIG, len(text), "cpu"), tuple(after))
     found = dict(zip(after, outputs, strict=True)) | {-1: TARGET.model.embed(tokens)}
     return hidden, [found[layer] for layer in layers]
-
-
-def dense_eagle_chain(head: EagleDrafter | Eagle3Drafter, text: list[int], steps: int) -> list[int]:
-    """A chain drafted without any cache."""
-    drafts: list[int] = []
-    for _ in range(steps):
-        drafts.append(int(head.to_target(dense_path_logits(head, text, drafts).argmax(-1))))
-    return drafts
-
-
-@pytest.mark.parametrize("maker", ["eagle_chain", "eagle3_chain"])
-def test_eagle_drafts_what_its_head_says(maker: str) -> None:
-    """Against a head without cache: catches features of the wrong token, stale slots and positions off by one."""
-    algorithm = MAKERS[maker]()
-    head = eagle_head() if maker == "eagle_chain" else eagle3_head()
-    watched = Watched(algorithm)
-    run(algorithm, requests(5, max_new_tokens=10), Setup(max_batch=2, page_size=4), TARGET)
-    checked = [d for d in watched.drafts if len(d[0]) > 1]
-    assert len(checked) > 20
-    for text, nodes, _ in checked:
-        assert nodes[1:] == dense_eagle_chain(head, text, len(nodes) - 1)
 
 
 class SpiedTree:
@@ -173,90 +151,6 @@ def two_token_distribution(prompt: tuple[int, ...], temperature: float, top_k: i
 
     first = following(list(prompt))
     return {(a, b): p * q for a, p in first.items() for b, q in following([*prompt, a]).items()}
-
-
-@pytest.mark.parametrize(
-    ("layers", "causal", "window", "seen"),
-    [
-        ((-1, 0), False, None, (128, 6)),
-        ((-1, 0), True, None, (128, 6)),
-        ((0, -1), False, 5, (5, 5)),
-        ((0, -1), False, 9, (9, 6)),
-        ((1, 0), False, None, (128, 6)),
-    ],
-    ids=["sliding", "causal", "a narrower window of the run", "a wider window of the run", "the target's last layer"],
-)
-def test_dflash_drafts_what_its_layers_say(
-    monkeypatch: pytest.MonkeyPatch, layers: tuple[int, int], causal: bool, window: int | None, seen: tuple[int, int]
-) -> None:
-    """Layers with windows of their own, one of them causal, and what is read of the target, against the block computed
-    without any cache. `seen` is how far back each layer sees."""
-    drafter = random_drafter(block_size=4)
-    decoder = replace(drafter.config.decoder, sliding_windows=(None, 6))
-    drafter.config = replace(drafter.config, decoder=decoder, causal_layers=(False, causal), target_layer_ids=layers)
-    monkeypatch.setattr("algorithms.dflash.loading.load_dflash", lambda *_: drafter)
-    algorithm = DFlash(DFlash.Config(window=window), TARGET, "random")
-    watched = Watched(algorithm)
-    run(algorithm, requests(4, max_new_tokens=9), Setup(max_batch=2, page_size=4), TARGET)
-    assert len(watched.drafts) > 10
-    for text, nodes, _ in watched.drafts:
-        assert nodes[1:] == dense_block(drafter, text, causal, seen)
-
-
-def dense_block(drafter: torch.nn.Module, text: list[int], causal: bool, seen: tuple[int, int]) -> list[int]:
-    """The block behind `text` with attention spelled out: context keys from features, block keys from the block."""
-    from algorithms.models.dense_mixer import head_norm
-    from algorithms.models.rotary import apply_rope, rope_table
-
-    config, committed = drafter.config, len(text) - 1
-    table, eps = rope_table(CONFIG, 128, "cpu"), CONFIG.rms_norm_eps
-    context = None
-    if committed:
-        last, features = dense_features(text[:-1], config.target_layer_ids)
-        read = {CONFIG.num_layers - 1: last}
-        features = [read.get(index, f) for index, f in zip(config.target_layer_ids, features, strict=True)]
-        fused = drafter.hidden_norm(drafter.fc(torch.cat(features, -1)))
-        context = drafter.context_kv(fused)
-    positions = torch.arange(committed + config.block_size)
-
-    class Spelled:
-        def __call__(self, layer, q, k, v, weights):  # type: ignore[no-untyped-def]
-            if context is not None:
-                k = torch.cat([context[0][:, :, layer], k], 1)
-                v = torch.cat([context[1][:, :, layer], v], 1)
-            q = apply_rope(head_norm(q, weights.q_norm, eps), table, positions[committed:])
-            k = apply_rope(head_norm(k, weights.k_norm, eps), table, positions)
-            k, v = (x.repeat_interleave(2, 2) for x in (k, v))
-            scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-            distance = positions[committed:, None] - positions
-            hidden = (distance >= seen[layer]) | ((causal and layer == 1) & (distance < 0))
-            return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
-
-    table_of_inputs = TARGET.model.model.embed_tokens.weight
-    if config.owns_mask:
-        table_of_inputs = torch.cat([table_of_inputs, drafter.mask_embedding[None]])
-    hidden = drafter(table_of_inputs[[text[-1]] + [config.mask_token_id] * (config.block_size - 1)][None], Spelled())
-    drafts = [text[-1]]
-    for row in TARGET.model.logits(hidden[0, 1:]):
-        if config.head:
-            head = drafter.markov_head
-            row = row + head.markov_w2.weight @ head.markov_w1.weight[drafts[-1]]
-        drafts.append(int(row.argmax()))
-    return drafts[1:]
-
-
-@pytest.mark.parametrize("changes", [{"mask_token_id": VOCAB}, {"markov_rank": 5}], ids=["own mask", "markov head"])
-def test_dflash_drafts_by_parts_of_its_own(monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]) -> None:
-    """A mask's embedding, and a head that reads the draft before, belong to the drafter."""
-    drafter = random_drafter(block_size=4, **changes)
-    monkeypatch.setattr("algorithms.dflash.loading.load_dflash", lambda *_: drafter)
-    algorithm, asked = DFlash(DFlash.Config(), TARGET, "random"), requests(4, max_new_tokens=9)
-    watched = Watched(algorithm)
-    completions = run(algorithm, asked, Setup(max_batch=2, page_size=4), TARGET).completions
-    assert [c.token_ids for c in completions] == answers(asked, Setup(), TARGET)
-    assert len(watched.drafts) > 10
-    for text, nodes, _ in watched.drafts:
-        assert nodes[1:] == dense_block(drafter, text, False, (128, 128))
 
 
 def test_dflash_caps_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:

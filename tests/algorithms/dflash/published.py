@@ -151,6 +151,9 @@ class Original:
         self.w = {name.removeprefix(published.prefix): tensor.double() for name, tensor in stored.items()}
         self.embedding = self.w.get("embed_tokens.weight", TARGET.model.model.embed_tokens.weight.double())
         self.head = self.w.get("lm_head.weight", head_of_target().double())
+        self.mask = MASK
+        if "mask_embedding" in self.w:
+            self.mask, self.embedding = VOCAB, torch.cat([self.embedding, self.w["mask_embedding"][None]])
 
     def hidden(self, text: list[int]) -> Tensor:
         """[block, hidden]: final hidden states of the block after `text`, whose last token is the anchor."""
@@ -162,7 +165,7 @@ class Original:
             states = hidden_states(text[:anchor])
             read = torch.cat([states[i] for i in shape.hidden_states], -1)
             context = rms(read @ self.w["fc.weight"].T, self.w["hidden_norm.weight"])
-        x = self.embedding[[text[-1]] + [MASK] * (shape.block_size - 1)] * (shape.selector or [1])[0]
+        x = self.embedding[[text[-1]] + [self.mask] * (shape.block_size - 1)] * (shape.selector or [1])[0]
         for i in range(LAYERS):
             layer = {n.removeprefix(f"layers.{i}."): w for n, w in self.w.items() if n.startswith(f"layers.{i}.")}
             x = self.layer(i, layer, x, context)
@@ -323,16 +326,32 @@ def hidden_states(text: list[int]) -> dict[int, Tensor]:
 
 
 def zlab(**changes: Any) -> Published:
-    """DFlash of z-lab: github.com/z-lab/dflash, dflash/model.py."""
+    """DFlash of z-lab: github.com/z-lab/dflash, dflash/model.py. With all keys of the published checkpoints."""
     config = {
         **DECODER,
         "architectures": ["DFlashDraftModel"],
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "block_size": 5,
+        "bos_token_id": None,
+        "dtype": "bfloat16",
+        "eos_token_id": 2,
+        "initializer_range": 0.02,
+        "max_window_layers": LAYERS,
+        "rope_scaling": None,
+        "transformers_version": "4.57.1",
+        "use_cache": True,
         "num_target_layers": CONFIG.num_layers,
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 3], **changes.pop("own", {})},
         **changes.pop("keys", {}),
     }
     return Published(config, backbone(), (2, 4), first_slot=1, block_size=5, drafts=4, **changes)
+
+
+def own_mask() -> Published:
+    """The mask token has no row in the target's embedding."""
+    base = zlab(own={"mask_token_id": VOCAB})
+    return replace(base, shapes=base.shapes | {"mask_embedding": (HIDDEN,)})
 
 
 def jetspec() -> Published:
@@ -486,6 +505,7 @@ FAMILIES: dict[str, Published] = {
         keys={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
         causal=(True, False), windows=(6, None),
     ),
+    "zlab own mask": own_mask(),
     "jetspec": jetspec(),
     "deepspec dflash": deepspec(),
     "deepspec own embedding": deepspec(own=("embed_tokens",)),

@@ -104,6 +104,15 @@ def test_greedy_chains(tmp_path: Path, family: Published) -> None:
             assert tokens[1:] == original.chain(text, family.drafts)
 
 
+@pytest.mark.parametrize(("window", "windows"), [(5, (5, 5)), (9, (6, 9))], ids=["narrower", "wider"])
+def test_a_window_of_the_run(tmp_path: Path, window: int, windows: tuple[int, ...]) -> None:
+    """The narrower one of it and of the layer's own."""
+    family = FAMILIES["zlab window"]
+    original = Original(replace(family, windows=windows), family.write(tmp_path))
+    for text, tokens, *_ in drafted(tmp_path, 0.0, Setup(max_batch=2, page_size=4), window=window).drafts[::3]:
+        assert tokens[1:] == original.chain(text, family.drafts)
+
+
 @pytest.mark.parametrize("family", OF_EACH_HEAD, indirect=True)
 def test_the_distribution_of_a_sampled_chain(tmp_path: Path, family: Published) -> None:
     """What each draft was sampled from is the original's distribution after the drafts before it."""

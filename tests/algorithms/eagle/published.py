@@ -1,5 +1,5 @@
-"""EAGLE-3 and P-EAGLE heads of random weights in the layouts of their writers, and what they compute, spelled out from
-the equations: one request, no cache, no batch, float64."""
+"""EAGLE, EAGLE-3 and P-EAGLE heads of random weights in the layouts of their writers, and what they compute, spelled
+out from the equations: one request, no cache, no batch, float64."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ class Head:
     """Tensors that repeat the target's."""
     mask_shape: tuple[int, ...] | None = None
     prefix: str = ""
+    is_first: bool = False
+    """EAGLE, whose layer reads a projection of embedding and feature and has one norm."""
     added: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -67,6 +69,11 @@ class Head:
         return len(self.hidden_states)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        if self.is_first:
+            layer = {key: shape for key, shape in self._layer(1).items() if key != "input_layernorm"}
+            shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "fc.bias": (HIDDEN,)}
+            shapes |= {f"{name}.weight": (VOCAB, HIDDEN) for name in self.own}
+            return shapes | {f"layers.0.{key}.weight": shape for key, shape in layer.items()}
         shapes = {"fc.weight": (HIDDEN, self.features * HIDDEN), "norm.weight": (HIDDEN,)}
         if self.feature_norm == "joint":
             shapes["input_norm.weight"] = (self.features * HIDDEN,)
@@ -94,12 +101,13 @@ class Head:
         generator, tensors = torch.Generator().manual_seed(seed), dict(self.added)
         for name, shape in self.shapes().items():
             noise = torch.randn(shape, generator=generator)
-            gain = 0.3 if "embed_tokens" in name else 1.5 * shape[-1] ** -0.5
+            # Without norms in front of it, a layer amplifies what it reads.
+            gain = 0.3 if "embed_tokens" in name else (0.7 if self.is_first else 1.5) * shape[-1] ** -0.5
             is_norm = len(shape) == 1
             tensors[name] = 1 + 0.2 * noise if is_norm else gain * noise
         if self.mask_shape:
             tensors["mask_hidden"] = torch.randn(self.mask_shape, generator=generator)
-        if self.raw_logits:
+        if self.raw_logits and not self.is_first:
             tensors["norm.weight"].fill_(1)
         target = {"embed_tokens": TARGET.model.model.embed_tokens.weight, "lm_head": head_of_target()}
         tensors |= {f"{name}.weight": target[name].clone() for name in self.copies}
@@ -122,6 +130,8 @@ class OriginalHead:
 
     def fuse(self, features: Tensor) -> Tensor:
         """`features [T, n * hidden]` to [T, hidden]."""
+        if self.shape.is_first:
+            return features
         if self.shape.feature_norm == "joint":
             features = rms(features, self.w["input_norm.weight"])
         if self.shape.feature_norm == "each":
@@ -132,6 +142,10 @@ class OriginalHead:
     def layers(self, embedded: Tensor, features: Tensor, at: Tensor, seen: Tensor) -> Tensor:
         """The stream after all layers, of rows at positions `at`; row i sees row j where `seen[i, j]`."""
         w = self.layer(self.shape.first)
+        if self.shape.is_first:
+            x = torch.cat([embedded, features], -1) @ self.w["fc.weight"].T + self.w["fc.bias"]
+            x = x + self.attention(w, x, at, seen)
+            return x + self.mlp(w, rms(x, w["post_attention_layernorm.weight"]))
         normed = rms(features, w["hidden_norm.weight"])
         both = torch.cat([rms(embedded, w["input_layernorm.weight"]), normed], -1)
         x = (normed if self.shape.normed_residual else features) + self.attention(w, both, at, seen)
@@ -200,6 +214,12 @@ class OriginalHead:
         for _ in range(length):
             drafts.append(int(self.logits(text, [*drafts, 0])[-1].argmax()))
         return drafts
+
+
+def eagle(own: tuple[str, ...]) -> Head:
+    """github.com/SafeAILab/EAGLE; `bias` is absent from most configs and then true."""
+    config = {key: value for key, value in LLAMA.items() if key != "layer_types"} | {"num_hidden_layers": 1}
+    return Head(config, (CONFIG.num_layers,), own=own, raw_logits=True, is_first=True)
 
 
 def deepspec(own: tuple[str, ...] = (), **keys: Any) -> Head:
@@ -319,4 +339,4 @@ ONE_PASS = {
     "aws peagle": renamed_peagle("ptd_token_id"),
     "nvidia peagle": renamed_peagle("pard_token", prefix="model.", mask_token_id=MASK),
 }
-HEADS_BY_NAME = CHAINS | ONE_PASS
+HEADS_BY_NAME = CHAINS | ONE_PASS | {"eagle": eagle(()), "eagle own": eagle(("embed_tokens",))}

@@ -1,14 +1,8 @@
-"""Models against independent definitions, over the paged cache.
-
-Targets are compared with transformers on random small checkpoints that transformers itself has saved: logits
-and captured hidden states, prefill and then token by token, requests of unequal length on shuffled pages that
-hold rubbish. The DFlash drafter is compared with a definition written here from the architecture's
-description, in float64, one head at a time.
-"""
+"""Targets against transformers, on random small checkpoints that transformers itself has saved: logits and captured
+hidden states, prefill and then token by token, requests of unequal length on shuffled pages that hold rubbish."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.dflash.loading import load_dflash
 from algorithms.dflash.model import DFlashDrafter
 from algorithms.models.config import DecoderConfig
 from algorithms.models.layers import Mixer, MixerWeights
@@ -25,15 +18,12 @@ from algorithms.models.loading import load_target
 from algorithms.models.rotary import rope_table
 from specdec_kernels.attention import AttentionMetadata, paged_attention
 from specdec_kernels.kv_index import token_slots
-from specdec_kernels.kv_write import materialize_kv, write_kv
+from specdec_kernels.kv_write import write_kv
 from tests.algorithms.tiny_folders import (
     randomise,
     small_config,
     small_dflash_config,
-    write_dflash,
-    write_json,
     write_target,
-    write_weights,
 )
 
 LOGIT_TOLERANCE = 1e-4
@@ -150,6 +140,7 @@ class Expected:
     tokens: Tensor
     logits: Tensor
     hidden: tuple[Tensor, ...]
+    page_size: int
 
 
 @pytest.fixture(scope="module", params=list(TARGETS))
@@ -177,13 +168,14 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with torch.no_grad():
         output = model(tokens, output_hidden_states=True)
     assert output.logits.std() > 1, "logits that hardly vary would agree by chance"
-    return Expected(folder, tokens, output.logits, output.hidden_states)
+    page_size = (1, 16)[list(TARGETS).index(request.param) % 2]
+    return Expected(folder, tokens, output.logits, output.hidden_states, page_size)
 
 
-def check_against_transformers(expected: Expected, page_size: int, impl: str) -> None:
+def check_against_transformers(expected: Expected, impl: str) -> None:
     """Prefill both requests to different lengths in one forward, then feed the rest one token at a time."""
     target = load_target(expected.folder, "cpu", torch.float32)
-    cache = Cache.of(target.config, page_size, impl)
+    cache = Cache.of(target.config, expected.page_size, impl)
     lengths, counts = torch.zeros(2, dtype=torch.int64), torch.tensor(PREFILL, dtype=torch.int32)
     tokens = expected.tokens[:, : max(PREFILL)]
     while True:
@@ -207,14 +199,13 @@ def check_step(expected: Expected, lengths: Tensor, counts: Tensor, logits: Tens
             assert difference < LOGIT_TOLERANCE, f"layer {layer}: hidden states differ by {difference}"
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_target_agrees_with_transformers(expected: Expected, page_size: int) -> None:
-    check_against_transformers(expected, page_size, "reference")
+def test_target_agrees_with_transformers(expected: Expected) -> None:
+    check_against_transformers(expected, "reference")
 
 
 @pytest.mark.parametrize("expected", ["qwen3 two queries a head"], indirect=True)
 def test_target_agrees_with_transformers_on_the_kernels(expected: Expected) -> None:
-    check_against_transformers(expected, page_size=16, impl="triton")
+    check_against_transformers(expected, impl="triton")
 
 
 @torch.no_grad()
@@ -248,185 +239,3 @@ def test_transformers_loads_what_the_toolkit_writes(tmp_path: Path, architecture
     with torch.no_grad():
         logits = ours.model.logits(ours.model(tokens, mixer)[0])
         assert (logits - theirs(tokens).logits).abs().max() < LOGIT_TOLERANCE
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps)
-
-
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding of `x [T, heads, D]` as a product of complex numbers x[i] + i x[i + D/2]."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = positions.double()[:, None, None] * frequencies
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], dim=-1)
-
-
-def dflash_definition(folder: Path, features: list[Tensor], block: Tensor, start: int) -> Tensor:
-    """Hidden states `[B, hidden]` of a block at positions start, ... behind `start` context tokens.
-
-    `features`: one `[start, hidden]` per target layer; `block`: embeddings `[B, hidden]`. Context enters
-    every layer as keys and values only, projected from hidden_norm(fc(features)) without that layer's input
-    norm; all block tokens see the whole context and the whole block.
-    """
-    from safetensors.torch import load_file
-
-    config = json.loads((folder / "config.json").read_text())
-    weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
-    heads, kv_heads, size = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    eps, theta = config["rms_norm_eps"], config["rope_theta"]
-    fused = torch.cat([feature.double() for feature in features], dim=-1) @ weights["fc.weight"].T
-    context = rms_norm(fused, weights["hidden_norm.weight"], eps)
-    x = block.double()
-    at = torch.arange(start + len(block))
-    for i in range(config["num_hidden_layers"]):
-        layer = {n.removeprefix(f"layers.{i}."): w for n, w in weights.items() if n.startswith(f"layers.{i}.")}
-        normed = rms_norm(x, layer["input_layernorm.weight"], eps)
-        visible = torch.cat([context, normed])
-        q = (normed @ layer["self_attn.q_proj.weight"].T).reshape(-1, heads, size)
-        k = (visible @ layer["self_attn.k_proj.weight"].T).reshape(-1, kv_heads, size)
-        v = (visible @ layer["self_attn.v_proj.weight"].T).reshape(-1, kv_heads, size)
-        q = rotate(rms_norm(q, layer["self_attn.q_norm.weight"], eps), at[start:], theta)
-        k = rotate(rms_norm(k, layer["self_attn.k_norm.weight"], eps), at, theta)
-        mixed = []
-        for head in range(heads):
-            group = head // (heads // kv_heads)
-            shares = torch.softmax(q[:, head] @ k[:, group].T / size**0.5, dim=-1)
-            mixed.append(shares @ v[:, group])
-        x = x + torch.cat(mixed, dim=-1) @ layer["self_attn.o_proj.weight"].T
-        normed = rms_norm(x, layer["post_attention_layernorm.weight"], eps)
-        gate, up = (normed @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (gate * torch.sigmoid(gate) * up) @ layer["mlp.down_proj.weight"].T
-    return rms_norm(x, weights["norm.weight"], eps)
-
-
-def check_against_definition(target_folder: Path, folder: Path, page_size: int, impl: str) -> None:
-    """Two rounds of materialise and draft: the second must not see what the first block left in the cache."""
-    target = load_target(target_folder, "cpu", torch.float32)
-    drafter = load_dflash(folder, target, "cpu", torch.float32)
-    config, cache = drafter.config, Cache.of(drafter.config.decoder, page_size, impl)
-    generator = torch.Generator().manual_seed(9)
-    shape = (2, 12, config.decoder.hidden_size)
-    features = [torch.randn(shape, generator=generator) for _ in config.target_layer_ids]
-    stacked = drafter.stack_kv()
-    counts = torch.full((2,), config.block_size, dtype=torch.int32)
-    materialised = torch.zeros(2, dtype=torch.int64)
-    for lengths in (torch.tensor([3, 7]), torch.tensor([8, 9])):
-        added = (lengths - materialised).int()
-        width = int(added.max())
-        columns = (materialised[:, None] + torch.arange(width)).clamp(max=shape[1] - 1)
-        new = [feature[torch.arange(2)[:, None], columns] for feature in features]
-        keys, values = drafter.context_kv(drafter.context(new, new[0]), stacked)
-        materialize_kv(
-            keys.flatten(0, 1),
-            values.flatten(0, 1),
-            cache.kv,
-            cache.slots(materialised, added, width),
-            columns.flatten(),
-            cache.rope,
-            k_norm=stacked.k_norm,
-            eps=cache.eps,
-            impl=impl,
-        )
-        materialised = lengths
-        tokens = torch.full((2, config.block_size), config.mask_token_id)
-        tokens[:, 0] = torch.randint(0, VOCAB, (2,), generator=generator)
-        block = target.model.embed(tokens)
-        with torch.no_grad():
-            hidden = drafter(block, cache.mixer(lengths, counts, config.block_size, mode="block"))
-        for row, length in enumerate(lengths.tolist()):
-            context = [feature[row, :length] for feature in features]
-            wanted = dflash_definition(folder, context, block[row], length)
-            difference = (hidden[row] - wanted).abs().max()
-            assert difference < LOGIT_TOLERANCE, f"row {row}, length {length}: differs by {difference}"
-
-
-@pytest.fixture(scope="module")
-def dflash_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("dflash")
-    config = small_config(hidden_size=48, head_dim=32)
-    write_target(folder / "target", config)
-    write_dflash(folder / "drafter", small_dflash_config(config))
-    return folder / "target", folder / "drafter"
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_drafter_agrees_with_its_definition(dflash_folders: tuple[Path, Path], page_size: int) -> None:
-    check_against_definition(*dflash_folders, page_size, "reference")
-
-
-def test_drafter_agrees_with_its_definition_on_the_kernels(dflash_folders: tuple[Path, Path]) -> None:
-    check_against_definition(*dflash_folders, page_size=16, impl="triton")
-
-
-PUBLISHED_CONFIG: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "block_size": 16,
-    "bos_token_id": None,
-    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 9, 17, 25, 33]},
-    "dtype": "bfloat16",
-    "eos_token_id": 2,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 48,
-    "layer_types": ["full_attention"] * 5,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 5,
-    "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 1,
-    "num_target_layers": 36,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "transformers_version": "4.57.1",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": VOCAB,
-}
-"""The keys of the checkpoints published for a Qwen3 target of 36 layers, widths scaled down."""
-
-
-def published_shapes() -> dict[str, tuple[int, ...]]:
-    """The 58 tensors of such a checkpoint."""
-    layer = {
-        "input_layernorm": (32,),
-        "mlp.down_proj": (32, 48),
-        "mlp.gate_proj": (48, 32),
-        "mlp.up_proj": (48, 32),
-        "post_attention_layernorm": (32,),
-        "self_attn.k_norm": (16,),
-        "self_attn.k_proj": (16, 32),
-        "self_attn.o_proj": (32, 64),
-        "self_attn.q_norm": (16,),
-        "self_attn.q_proj": (64, 32),
-        "self_attn.v_proj": (16, 32),
-    }
-    shapes = {f"layers.{i}.{name}.weight": shape for i in range(5) for name, shape in layer.items()}
-    return shapes | {"fc.weight": (32, 160), "hidden_norm.weight": (32,), "norm.weight": (32,)}
-
-
-def test_published_layout_loads_unchanged(tmp_path: Path) -> None:
-    write_target(tmp_path / "target", small_config(num_layers=36, num_kv_heads=1, vocab_size=VOCAB))
-    folder = tmp_path / "Qwen3-DFlash-b16"
-    folder.mkdir()
-    write_json(folder / "config.json", PUBLISHED_CONFIG)
-    generator = torch.Generator().manual_seed(7)
-    tensors = {
-        name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-        if len(shape) == 2
-        else 1 + 0.2 * torch.randn(shape, generator=generator)
-        for name, shape in published_shapes().items()
-    }
-    assert len(tensors) == 58
-    write_weights(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
-    check_against_definition(tmp_path / "target", folder, page_size=16, impl="reference")
