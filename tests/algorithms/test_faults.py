@@ -88,12 +88,20 @@ def breaks_at(target: Target, poison: int) -> Target:
     return broken
 
 
+EAGER, CAPTURED, FUSED = Setup(page_size=4), Setup(graph="step", async_steps=1), Setup(fused=True)
+
+
 @pytest.mark.parametrize(
-    "setup",
-    [Setup(page_size=4), Setup(graph="step", async_steps=1), Setup(fused=True)],
-    ids=["eager", "captured", "fused"],
+    ("maker", "setup"),
+    [
+        ("autoregressive", CAPTURED),
+        ("ngram", EAGER),
+        ("standalone_chain", CAPTURED),
+        ("standalone_chain", FUSED),
+        ("dflash_chain", EAGER),
+        ("dflash_chain", CAPTURED),
+    ],
 )
-@pytest.mark.parametrize("maker", ["autoregressive", "ngram", "standalone_chain", "dflash_chain"])
 def test_a_request_without_finite_logits_ends_alone(maker: str, setup: Setup) -> None:
     """The others go on, also those that take its pages and its row."""
     few = requests(4, max_new_tokens=4)

@@ -60,8 +60,10 @@ def test_all_parameters_side_by_side(maker: str) -> None:
         assert maker in ("autoregressive", "naive_eagle") or max(completion.accepted_counts) >= 2
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("setup", [Setup(page_size=4), Setup(page_size=4, graph="step", async_steps=1)])
+@pytest.mark.parametrize(
+    ("rule", "setup"),
+    [("rejection", Setup(page_size=4)), ("block", Setup(page_size=4, graph="step", async_steps=1))],
+)
 def test_log_probabilities_of_sampled_chains(monkeypatch: pytest.MonkeyPatch, rule: str, setup: Setup) -> None:
     """Drafts come from another distribution; emitted tokens are still reported with the target's probability."""
     monkeypatch.setattr("algorithms.models.loading.load_draft", lambda *_: blurred_target())
