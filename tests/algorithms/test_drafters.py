@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -23,8 +22,6 @@ from tests.algorithms.drafters import (
     MAKERS,
     TARGET,
     Watched,
-    blurred_target,
-    chi_square_p,
     draft_model,
     eagle3_head,
 )
@@ -127,30 +124,6 @@ def test_a_drafter_that_is_the_target_is_always_accepted(monkeypatch: pytest.Mon
     algorithm = Standalone(Standalone.Config(steps=3, topk=topk, num_nodes=None if topk == 1 else 11), TARGET, "self")
     completions = run(algorithm, requests(5, max_new_tokens=16), Setup(max_batch=3, page_size=4), TARGET).completions
     assert all(c.accepted_counts == [3, 3, 3, 3] for c in completions)
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_sampled_chains_follow_the_targets_distribution(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
-    """The joint distribution of the first two tokens, over many seeds, with a draft model that is often wrong."""
-    temperature, seeds, likely = 0.6, 2000, 8
-    monkeypatch.setattr(f"{LOADING}.load_draft", lambda *_: blurred_target())
-    algorithm = Standalone(Standalone.Config(steps=2, rule=rule), TARGET, "random")
-    prompt = requests(1)[0].prompt_ids
-    asked = [changed(requests(1, 2)[0], id=i, seed=i, temperature=temperature, top_k=likely) for i in range(seeds)]
-    got = run(algorithm, asked, Setup(max_batch=250), TARGET).completions
-    counts = Counter(tuple(c.token_ids) for c in got)
-    assert chi_square_p(two_token_distribution(prompt, temperature, likely), counts) > 1e-6
-    assert 0.1 < sum(c.accepted_counts[0] > 0 for c in got) / seeds < 0.95
-
-
-def two_token_distribution(prompt: tuple[int, ...], temperature: float, top_k: int) -> dict[tuple[int, ...], float]:
-    def following(text: list[int]) -> dict[int, float]:
-        hidden, _ = dense_features(text, ())
-        top = (TARGET.model.logits(hidden[0, -1]) / temperature).topk(top_k)
-        return dict(zip(top.indices.tolist(), top.values.double().softmax(0).tolist(), strict=True))
-
-    first = following(list(prompt))
-    return {(a, b): p * q for a, p in first.items() for b, q in following([*prompt, a]).items()}
 
 
 def test_dflash_caps_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:

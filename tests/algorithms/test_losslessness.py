@@ -27,14 +27,6 @@ def make_dflash(block_size: int) -> DFlash:
     return DFlash(DFlash.Config(block_size=block_size), TARGET, "random")
 
 
-@pytest.mark.parametrize(("block", "pair"), [(1, PAIRS[0]), (2, PAIRS[1]), (7, PAIRS[1]), (16, PAIRS[0])])
-def test_dflash_greedy(block: int, pair: tuple[str, int]) -> None:
-    """Block sizes up to the trained one; each has a batch limit of its own."""
-    setup = Setup(*pair, max_batch=1 + block % 8)
-    got = run(make_dflash(block), requests(4), setup, TARGET)
-    assert [c.token_ids for c in got.completions] == written(4)
-
-
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize(("depth", "pair"), list(zip([1, 2, 5, 9, 15], PAIRS * 3, strict=False)))
 def test_scripted_acceptance(depth: int, pair: tuple[str, int], decoys: bool) -> None:

@@ -47,6 +47,8 @@ TREES: dict[str, Callable[[], Algorithm]] = {
     "dflash_gru": partial(made, DFlash, block_size=4, draft_sampling="sample"),
     "dflash_selector": partial(made, DFlash, block_size=4, draft_sampling="sample"),
     "dflash_reduced": partial(made, DFlash, block_size=4, topk=2, num_nodes=8, draft_sampling="without_replacement"),
+    "standalone_rejection": partial(made, Standalone, steps=3, rule="rejection"),
+    "standalone_block": partial(made, Standalone, steps=3, rule="block"),
 }
 PARTS: dict[str, dict[str, Any]] = {
     "dflash_markov": {"markov_rank": 5},
@@ -126,7 +128,7 @@ def class_distribution(biased: bool, top_k: int) -> torch.Tensor:
 
 
 BIASED = ("standalone", "eagle3_chain", "peagle", "dflash", "dflash_rnn", "dflash_reduced")
-FILTERED = ("eagle3_chain", "dflash_selector")
+FILTERED = ("eagle3_chain", "dflash_selector", "standalone_rejection")
 
 
 @pytest.mark.parametrize("name", TREES)
