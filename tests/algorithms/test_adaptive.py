@@ -204,7 +204,9 @@ def test_the_text_does_not_depend_on_the_sizes(monkeypatch: pytest.MonkeyPatch, 
     assert any(accepted for c in done.completions for accepted in c.accepted_counts)
 
 
-@pytest.mark.parametrize("maker", ["dflash_tree", "eagle3_chain", "mixed", "naive_eagle", "ngram", "standalone_tree"])
+@pytest.mark.parametrize(
+    "maker", ["dflash_tree", "eagle3_chain", "mixed", "naive_eagle", "ngram", "standalone_chain", "standalone_tree"]
+)
 def test_drafts_behind_plain_steps_are_those_of_every_run(maker: str) -> None:
     """Catches caches with holes: what a drafter drafts behind a text does not depend on how it was written."""
     asked = requests(1, max_new_tokens=20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -19,32 +18,13 @@ from algorithms.models.dense_mixer import DenseMixer
 from algorithms.standalone import Standalone
 from tests.algorithms.drafters import (
     LOADING,
-    MAKERS,
     TARGET,
     Watched,
-    draft_model,
     eagle3_head,
 )
-from tests.algorithms.toy import CONFIG, Setup, answers, changed, engine_of, random_drafter, requests, run
+from tests.algorithms.toy import CONFIG, Setup, answers, engine_of, random_drafter, requests, run
 
 pytestmark = pytest.mark.usefixtures("random_drafters")
-
-
-@cache
-def mixed_answers() -> list[list[int]]:
-    return answers(mixed(), Setup(backend="torch", max_batch=1), TARGET)
-
-
-def mixed() -> list:
-    return [changed(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(8, max_new_tokens=18)]
-
-
-@pytest.mark.parametrize("maker", ["eagle3_tree", "standalone_tree", "dflash_tree"])
-def test_kernels_in_the_engine(maker: str) -> None:
-    """The same through the Triton kernels (interpreted where there is no GPU)."""
-    asked = [changed(r, max_new_tokens=2) for r in mixed()[:2]]
-    got = run(MAKERS[maker](), asked, Setup(impl="triton", max_batch=2), TARGET)
-    assert [c.token_ids for c in got.completions] == [ids[:2] for ids in mixed_answers()[:2]]
 
 
 def dense_features(text: list[int], layers: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
@@ -103,18 +83,6 @@ def dense_path_logits(head: EagleDrafter | Eagle3Drafter, text: list[int], path:
         out = head(torch.tensor([tokens]), feature, DenseMixer(CONFIG, len(tokens), "cpu"))
         feature = torch.cat([feature, out[:, -1:]], 1)
     return head.logits(out[0, -1])
-
-
-def test_standalone_drafts_what_its_model_says() -> None:
-    algorithm, draft = MAKERS["standalone_chain"](), draft_model()
-    watched = Watched(algorithm)
-    run(algorithm, requests(5, max_new_tokens=12), Setup(max_batch=2, page_size=4), TARGET)
-    for text, nodes, _ in watched.drafts:
-        written = list(text)
-        for _ in nodes[1:]:
-            hidden, _ = draft.model(torch.tensor([written]), DenseMixer(draft.config, len(written), "cpu"))
-            written.append(int(draft.model.logits(hidden[:, -1]).argmax(-1)))
-        assert nodes[1:] == written[len(text) :]
 
 
 @pytest.mark.parametrize("topk", [1, 2])

@@ -294,13 +294,6 @@ class Original:
             return logits
         return logits.new_full((VOCAB,), float("-inf")).scatter(0, self.shape.known, logits)
 
-    def chain(self, text: list[int], length: int) -> list[int]:
-        """The most likely drafts."""
-        drafts: list[int] = []
-        for _ in range(length):
-            drafts.append(int(self.logits(text, [*drafts, 0])[-1].argmax()))
-        return drafts
-
     def confidence(self, text: list[int], drafts: list[int]) -> Tensor:
         """[D]: what the confidence head gives for each draft."""
         hidden, tokens = self.hidden(text)[self.shape.first_slot :], [text[-1], *drafts]

@@ -208,13 +208,6 @@ class OriginalHead:
         stream = self.layers(embedded, torch.cat([features, mask]), anchor + depths, seen)
         return stream[count - 1 :]
 
-    def chain(self, text: list[int], length: int) -> list[int]:
-        """The most likely drafts."""
-        drafts: list[int] = []
-        for _ in range(length):
-            drafts.append(int(self.logits(text, [*drafts, 0])[-1].argmax()))
-        return drafts
-
 
 def eagle(own: tuple[str, ...]) -> Head:
     """github.com/SafeAILab/EAGLE; `bias` is absent from most configs and then true."""

@@ -79,7 +79,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Target, P
     return target, draft, home / "other"
 
 
-def asked_of(count: int, new_tokens: int = 16, **changes: Any) -> list[Any]:
+def asked_of(count: int, new_tokens: int = 10, **changes: Any) -> list[Any]:
     return requests(count, max_new_tokens=new_tokens, **changes)
 
 
