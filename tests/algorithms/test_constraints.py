@@ -176,7 +176,9 @@ def test_sampled_drafts_follow_the_constrained_distribution(monkeypatch: pytest.
     monkeypatch.setattr("algorithms.models.loading.load_draft", lambda *_: blurred_target())
     algorithm = Standalone(Standalone.Config(steps=2, rule=rule), TARGET, "random")
     first = changed(asked()[0], max_new_tokens=2, temperature=temperature, grammar=GrammarParams(regex=PAIRS))
-    got = run(algorithm, [changed(first, id=i, seed=i) for i in range(seeds)], setup(max_batch=200), TARGET).completions
+    got = run(
+        algorithm, [changed(first, id=i, seed=i) for i in range(seeds)], setup(max_batch=200, prefill_tile=4), TARGET
+    ).completions
     counts = Counter(tuple(c.token_ids) for c in got)
 
     def following_in(output: list[int]) -> dict[int, float]:

@@ -49,9 +49,9 @@ CUTS: dict[str, dict[str, Any]] = {
     "all at once": dict(prefill_tile=64),
 }
 SETUPS = (
-    (("fa4", 1, 3), ("torch", 16, 1)),
-    (("hybrid", 16, 3), ("torch", 1, 3)),
-    (("fa4", 16, 1), ("torch", 1, 1)),
+    (("fa4", 1, 3), ("torch", 16, 3)),
+    (("hybrid", 16, 3), ("torch", 1, 1)),
+    (("fa4", 16, 1), ("torch", 1, 3)),
     (("hybrid", 1, 1), ("torch", 16, 3)),
 )
 """Backend, page size and batch size: every two values of different ones meet. A hybrid one drafts by `fa4`."""

@@ -6,7 +6,6 @@ from tests.mutants.mutant import bugs_in
 
 _FAULTS = "tests/algorithms/test_faults.py::"
 _SCHEDULER = "tests/algorithms/engine/test_scheduler.py::"
-_DRAFTERS = "tests/algorithms/test_drafters.py::"
 _PUBLISHED = "tests/algorithms/dflash/test_published.py::"
 _HEADS = "tests/algorithms/eagle/test_published.py::"
 _dflash = bugs_in("algorithms/dflash/drafting.py")
@@ -74,7 +73,7 @@ MUTANTS = (
     bugs_in("specdec_kernels/tree/reference.py")(
         "own_bit_of_a_wide_tree_in_the_first_word",
         "word == {{(own // WORD_BITS) -> 0 * own}}[:, None]",
-        (_DRAFTERS + "test_tokens_of_wide_trees_see_their_paths_alone",),
+        (_HEADS + "test_tokens_of_wide_trees_see_their_paths_alone",),
         "a node at draft slot 64 or above does not see itself",
     ),
     bugs_in("algorithms/step/batch.py")(

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from algorithms.algorithm import Algorithm
+from algorithms.algorithm import Algorithm, Batch, DraftTree
+from algorithms.attention.paged_attention import PagedMixer
+from algorithms.drafting.tree_drafter import RunLevel, TreeDrafter
 from algorithms.eagle.drafting import Eagle, Eagle3, PEagle
 from algorithms.eagle.loading import load_eagle
 from tests.algorithms.drafters import DEEP_TARGET as TARGET
@@ -27,7 +30,7 @@ from tests.algorithms.eagle.published import (
 from tests.algorithms.recorded import Recorded, check_chains, check_distributions, check_kernels, check_trees, drafted
 from tests.algorithms.tiny_folders import change_weights, edit_json, refusal
 from tests.algorithms.toy import DEEP_CONFIG as CONFIG
-from tests.algorithms.toy import Setup, requests, run
+from tests.algorithms.toy import Setup, engine_of, requests, run
 
 TEMPERATURE, STEPS = 0.7, 4
 EAGER = Setup(max_batch=2, page_size=4)
@@ -63,6 +66,47 @@ def test_trees(tmp_path: Path, name: str) -> None:
     head = HEADS_BY_NAME[name]
     original = OriginalHead(head, head.write(tmp_path))
     check_trees(drafted(drafter(head, tmp_path, topk=3, num_nodes=10), TARGET, EAGER, every=4), original)
+
+
+class SpiedTree:
+    """A `TreeDrafter` that keeps what every level of its first tree was given and gave."""
+
+    def __init__(self, drafter: TreeDrafter) -> None:
+        self._drafter = drafter
+        self.levels: list[tuple[list[int], list[int], Tensor]] = []
+        self.text: list[int] = []
+
+    def tree(self, batch: Batch, logits: Tensor, run_level: RunLevel) -> DraftTree:
+        first = not self.text
+        if first:
+            self.text = batch.history[0, : int(batch.lengths[0]) + 1].tolist()
+
+        def spied(tokens: Tensor, parents: Tensor | None, mixer: PagedMixer) -> Tensor:
+            result = run_level(tokens, parents, mixer)
+            if first:
+                above = [0] * tokens.shape[1] if parents is None else parents[0].tolist()
+                self.levels.append((tokens[0].tolist(), above, result[0].clone()))
+            return result
+
+        return self._drafter.tree(batch, logits, spied)
+
+
+def test_tokens_of_wide_trees_see_their_paths_alone(tmp_path: Path) -> None:
+    """The logits of every token of the last level, stored at slot 64 and above, are those of its path as a chain."""
+    head = CHAINS["deepspec"]
+    original = OriginalHead(head, head.write(tmp_path))
+    algorithm = Eagle3(Eagle3.Config(steps=6, topk=16, num_nodes=40), TARGET, str(tmp_path))
+    engine = engine_of(algorithm, Setup(max_batch=1, page_size=8, max_length=32), TARGET)
+    spy = algorithm._tree = SpiedTree(algorithm._tree)  # type: ignore[assignment]
+    engine.generate(requests(1, max_new_tokens=1))
+    assert len(spy.levels) == 5
+    tokens, _, logits = spy.levels[-1]
+    for column in range(len(tokens)):
+        path, at = [], column
+        for level, above, _ in reversed(spy.levels):
+            path, at = [level[at], *path], above[at]
+        found = original.logits(spy.text, [*path, 0])[-1]
+        torch.testing.assert_close(logits[column].double(), found, atol=1e-4, rtol=1e-4)
 
 
 def test_path_probabilities_of_a_chain_in_one_pass(tmp_path: Path) -> None:

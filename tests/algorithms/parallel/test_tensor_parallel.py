@@ -40,6 +40,7 @@ from tests.algorithms.toy import (
     scripts,
     time_once,
 )
+from tests.programs import fork_server
 
 WORLD = 2
 ASKED = [changed(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=8)]
@@ -120,7 +121,8 @@ def ranks(alone: dict[str, list[list[int]]], tmp_path_factory: pytest.TempPathFa
     """What each rank has computed."""
     folder, texts = tmp_path_factory.mktemp("ranks"), {kind: scripts(ASKED, ids) for kind, ids in alone.items()}
     memory = torch.zeros(WORLD * exchange_elements(WORLD, 4, 2), dtype=torch.int64).share_memory_()
-    mp.spawn(_rank, (texts, memory, str(folder)), nprocs=WORLD)
+    fork_server()
+    mp.start_processes(_rank, (texts, memory, str(folder)), nprocs=WORLD, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 
