@@ -35,7 +35,7 @@ LONG = tuple(
         *("exact_distribution", "tasks", "graphs", "losslessness", "lookup", "identity", "sampled_trees", "generate"),
         *("tensor_parallel", "constraints", "sampling_parameters", "faults", "adaptive", "mixed_prefill", "plugin"),
         *("config", "training", "fuzz", "shape_scaled", "smollm2", "published", "synthetic", "mtp"),
-        *("drafters", "paper_table", "fusion", "frontend", "specialisation", "shared_vocabulary"),
+        *("paper_table", "fusion", "frontend", "specialisation", "shared_vocabulary"),
         *("interpreter", "history", "compile_gate", "layer_kinds", "own_folders", "float8_weights", "gpt_oss"),
         *("drafts", "parity"),
     )

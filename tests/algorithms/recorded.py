@@ -62,7 +62,7 @@ def drafted(
 ) -> list[Draft]:
     """Serve requests of unequal prompts; greedy outputs are the target's own. Some of the drafts."""
     recorded = Recorded(algorithm)
-    asked = [changed(request, temperature=temperature) for request in requests(4, max_new_tokens=tokens)]
+    asked = [changed(request, temperature=temperature) for request in requests(3, max_new_tokens=tokens)]
     completions = run(algorithm, asked, setup, target).completions
     if temperature == 0:
         alone = answers(asked, Setup(backend="torch", max_batch=1), target)

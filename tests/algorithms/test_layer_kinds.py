@@ -15,7 +15,6 @@ import specdec_kernels as kernels
 from algorithms.algorithm import Prompts
 from algorithms.dflash.drafting import DFlash
 from algorithms.engine.request import Request
-from algorithms.models.config import DecoderConfig
 from algorithms.models.experts.module import Experts
 from algorithms.models.linear import memory
 from algorithms.models.loading import load_target
@@ -29,30 +28,6 @@ from tests.algorithms.layer_kinds import KINDS, LINEAR, check_drafts, check_text
 from tests.algorithms.toy import Scripted, Setup, autoregressive, changed, requests, run
 from tests.exact_products import add_products_in_order
 
-PUBLISHED: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "num_experts": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 8,
-    "shared_expert_intermediate_size": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-}
 TARGETS = {kind: target_of(kind) for kind in KINDS}
 
 
@@ -69,7 +44,7 @@ PAIRS = [(kind, name) for kind in KINDS for name in SETUPS if name != "kernels" 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
 def test_drafts_do_not_change_the_text(kind: str, name: str) -> None:
-    count, tokens, decoys = (2, 3, (True,)) if name == "kernels" else (4, 8, (False, True))
+    count, tokens, decoys = (2, 2, (True,)) if name == "kernels" else (3, 8, (False, True))
     check_drafts(TARGETS[kind], requests(count, max_new_tokens=tokens), SETUPS[name], decoys=decoys)
 
 
@@ -184,26 +159,6 @@ def test_touched_experts_are_counted(monkeypatch: pytest.MonkeyPatch, kind: str,
     assert found["touched_per_row"] == pytest.approx(touched / rows)
     dense = TARGETS["latent"]
     assert run(autoregressive(dense), requests(1, max_new_tokens=2), Setup(), dense).experts is None
-
-
-@pytest.mark.parametrize(
-    ("model_type", "keys", "said"),
-    [
-        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}, "expected 1 to 4 experts, got 5"),
-        ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob"),
-        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported, expected 'sigmoid'"),
-        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
-        ("deepseek_v3", {"n_group": 3}, "expected a divisor of 8 experts"),
-        ("glm4_moe", {"mlp_layer_types": ["dense", "linear"]}, "mlp_layer_types: expected 4 of"),
-        ("qwen3_next", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
-        ("deepseek_v3", {"kv_lora_rank": 40}, "expected multiples of 16"),
-    ],
-)
-def test_what_is_not_supported_is_named(model_type: str, keys: dict[str, Any], said: str) -> None:
-    """Before weights are read."""
-    config = {**PUBLISHED, "model_type": model_type, **keys}
-    with pytest.raises(ValueError, match=said):
-        DecoderConfig.from_hf({key: value for key, value in config.items() if value is not None})
 
 
 ASSETS = Path(__file__).parents[2] / "assets"

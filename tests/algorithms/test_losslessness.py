@@ -56,16 +56,6 @@ def test_end_at_each_position_of_a_block(end: int) -> None:
             assert {c.finish_reason for c in drafted} == {c.finish_reason for c in alone} == {reason}
 
 
-def test_seed_decides_not_the_place_in_the_batch() -> None:
-    asked = requests(7, 12, temperature=1.0)
-    one_by_one = answers(asked, Setup(max_batch=1), TARGET)
-    shuffled = [asked[i] for i in (3, 0, 6, 2, 5, 1, 4)]
-    got = run(make_dflash(8), shuffled, Setup(max_batch=7), TARGET).completions
-    assert {c.request_id: c.token_ids for c in got} == dict(enumerate(one_by_one))
-    reseeded = [changed(r, seed=r.sampling.seed + 100) for r in asked]
-    assert answers(reseeded, Setup(max_batch=1), TARGET) != one_by_one
-
-
 @pytest.mark.parametrize(
     ("page_size", "drafts"), [(1, "chain"), (16, "chain"), (1, "tree"), (16, "none"), (16, "dflash")]
 )

@@ -142,6 +142,24 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
+def swiglu(w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    gate, up = (x @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
+
+
+def self_attention(w: Mapping[str, Tensor], x: Tensor, at: Tensor, seen: Tensor) -> Tensor:
+    """Of rows at positions `at`, of which row i sees row j where `seen[i, j]`; biases and norms of heads where a layer
+    has them."""
+    projected = {name: x @ w[f"self_attn.{name}_proj.weight"].T for name in "qkv"}
+    q, k, v = (
+        (each + w.get(f"self_attn.{name}_proj.bias", torch.zeros(()))).view(len(x), -1, SIZE)
+        for name, each in projected.items()
+    )
+    if "self_attn.q_norm.weight" in w:
+        q, k = rms(q, w["self_attn.q_norm.weight"]), rms(k, w["self_attn.k_norm.weight"])
+    return attended(rotate(q, at), rotate(k, at), v, seen) @ w["self_attn.o_proj.weight"].T
+
+
 class Original:
     """The drafter of a folder after a text: logits of each draft given those before it."""
 
@@ -177,7 +195,7 @@ class Original:
 
         x = x + self.convolved(w, "attention_conv", rms(x, w["input_layernorm.weight"]), attend)
         normed = rms(x, w["post_attention_layernorm.weight"])
-        return x + self.convolved(w, "mlp_conv", normed, lambda rows: self.mlp(w, rows))
+        return x + self.convolved(w, "mlp_conv", normed, lambda rows: swiglu(w, rows))
 
     def convolved(self, w: Mapping[str, Tensor], name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """The sublayer with DFlash 2's convolutions before and after it, channel by channel."""
@@ -192,10 +210,6 @@ class Original:
             return out
 
         return convolve(1, sublayer(convolve(0, x)))
-
-    def mlp(self, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        gate, up = (x @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
 
     def attention(self, i: int, w: Mapping[str, Tensor], x: Tensor, context: Tensor) -> Tensor:
         anchor, visible = len(context), torch.cat([context, x])

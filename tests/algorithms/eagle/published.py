@@ -19,11 +19,11 @@ from tests.algorithms.dflash.published import (
     KV_HEADS,
     MASK,
     SIZE,
-    attended,
     head_of_target,
     hidden_states,
     rms,
-    rotate,
+    self_attention,
+    swiglu,
 )
 from tests.algorithms.drafters import DEEP_TARGET as TARGET
 from tests.algorithms.tiny_folders import write_json
@@ -144,31 +144,20 @@ class OriginalHead:
         w = self.layer(self.shape.first)
         if self.shape.is_first:
             x = torch.cat([embedded, features], -1) @ self.w["fc.weight"].T + self.w["fc.bias"]
-            x = x + self.attention(w, x, at, seen)
-            return x + self.mlp(w, rms(x, w["post_attention_layernorm.weight"]))
+            x = x + self_attention(w, x, at, seen)
+            return x + swiglu(w, rms(x, w["post_attention_layernorm.weight"]))
         normed = rms(features, w["hidden_norm.weight"])
         both = torch.cat([rms(embedded, w["input_layernorm.weight"]), normed], -1)
-        x = (normed if self.shape.normed_residual else features) + self.attention(w, both, at, seen)
-        x = x + self.mlp(w, rms(x, w["post_attention_layernorm.weight"]))
+        x = (normed if self.shape.normed_residual else features) + self_attention(w, both, at, seen)
+        x = x + swiglu(w, rms(x, w["post_attention_layernorm.weight"]))
         for index in range(1, self.shape.layers):
             w = self.layer(f"layers.{index}.")
-            x = x + self.attention(w, rms(x, w["input_layernorm.weight"]), at, seen)
-            x = x + self.mlp(w, rms(x, w["post_attention_layernorm.weight"]))
+            x = x + self_attention(w, rms(x, w["input_layernorm.weight"]), at, seen)
+            x = x + swiglu(w, rms(x, w["post_attention_layernorm.weight"]))
         return x
 
     def layer(self, prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): w for name, w in self.w.items() if name.startswith(prefix)}
-
-    def mlp(self, w: dict[str, Tensor], x: Tensor) -> Tensor:
-        gate, up = (x @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
-
-    def attention(self, w: dict[str, Tensor], x: Tensor, at: Tensor, seen: Tensor) -> Tensor:
-        q, k, v = ((x @ w[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, SIZE) for name in "qkv")
-        if self.shape.qk_norm:
-            q, k = rms(q, w["self_attn.q_norm.weight"]), rms(k, w["self_attn.k_norm.weight"])
-        q, k = rotate(q, at), rotate(k, at)
-        return attended(q, k, v, seen) @ w["self_attn.o_proj.weight"].T
 
     def logits(self, text: list[int], drafts: list[int]) -> Tensor:
         """[D, V]: logits of the first D drafts after `text`, each after the `drafts` before it; -inf for ids that the

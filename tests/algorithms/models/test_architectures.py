@@ -277,6 +277,26 @@ def test_unknown_architectures_are_refused_by_name() -> None:
         small_config("mamba")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "keys", "said"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}, "expected 1 to 4 experts, got 5"),
+        ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported, expected 'sigmoid'"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        ("deepseek_v3", {"n_group": 3}, "expected a divisor of 8 experts"),
+        ("glm4_moe", {"mlp_layer_types": ["dense", "linear"]}, "mlp_layer_types: expected 4 of"),
+        ("qwen3_next", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+        ("deepseek_v3", {"kv_lora_rank": 40}, "expected multiples of 16"),
+    ],
+)
+def test_what_is_not_supported_is_named(model_type: str, keys: dict[str, Any], said: str) -> None:
+    """Before weights are read."""
+    config = theirs(model_type, **MODELS[model_type][0]).config.to_dict() | keys
+    with pytest.raises(ValueError, match=said):
+        DecoderConfig.from_hf({key: value for key, value in config.items() if value is not None})
+
+
 def test_grouped_projections_of_another_size_are_refused(tmp_path: Path) -> None:
     model = theirs("qwen3_next", **MODELS["qwen3_next"][0])
     model.save_pretrained(tmp_path)

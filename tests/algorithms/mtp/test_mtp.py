@@ -22,7 +22,7 @@ from algorithms.mtp.config import MTPConfig
 from algorithms.mtp.drafting import MTP
 from algorithms.mtp.loading import load_mtp
 from algorithms.mtp.model import MTPHead
-from tests.algorithms.dflash.published import DECODER, EPS, SIZE, attended, rms, rotate
+from tests.algorithms.dflash.published import DECODER, EPS, rms, self_attention, swiglu
 from tests.algorithms.drafters import TARGET
 from tests.algorithms.recorded import check_chains, check_distributions, check_kernels, check_trees, drafted
 from tests.algorithms.tiny_folders import (
@@ -112,21 +112,9 @@ class Original:
     def layer(self, w: dict[str, Tensor], embedded: Tensor, features: Tensor) -> Tensor:
         halves = [rms(embedded, w["token_layernorm.weight"]), rms(features, w["hidden_layernorm.weight"])]
         x = torch.cat(halves[::-1] if self.hidden_first else halves, -1) @ w["input_proj.weight"].T
-        x = x + self.attention(w, rms(x, w["input_layernorm.weight"]))
-        y = rms(x, w["post_attention_layernorm.weight"])
-        gate, up = (y @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return x + (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
-
-    def attention(self, w: dict[str, Tensor], x: Tensor) -> Tensor:
         at = torch.arange(len(x))
-        projected = {name: x @ w[f"self_attn.{name}_proj.weight"].T for name in "qkv"}
-        q, k, v = (
-            (each + w.get(f"self_attn.{name}_proj.bias", torch.zeros(()))).view(len(x), -1, SIZE)
-            for name, each in projected.items()
-        )
-        if "self_attn.q_norm.weight" in w:
-            q, k = rms(q, w["self_attn.q_norm.weight"]), rms(k, w["self_attn.k_norm.weight"])
-        return attended(rotate(q, at), rotate(k, at), v, at <= at[:, None]) @ w["self_attn.o_proj.weight"].T
+        x = x + self_attention(w, rms(x, w["input_layernorm.weight"]), at, at <= at[:, None])
+        return x + swiglu(w, rms(x, w["post_attention_layernorm.weight"]))
 
 
 @pytest.fixture(scope="module")
