@@ -41,7 +41,7 @@ CHEAP = StepCosts({(1, 1): 1.0, (1, 2): 1.0, (1, 256): 1.0001})
 """Nodes cost nearly nothing."""
 DEAR = StepCosts({(1, 1): 1.0, (1, 2): 4.0, (1, 256): 400.0})
 """No draft pays."""
-DRAFTING = [name for name in KINDS if name != "autoregressive"]
+DRAFTING = [name for name in KINDS if name not in ("autoregressive", "dflash_window", "suffix_own")]
 
 
 @pytest.fixture(autouse=True)

@@ -174,11 +174,10 @@ def kernel_mixed() -> KernelMixed:
 
 
 SAMPLED_DFLASH = dflash.DFlash.Config(block_size=4, topk=2, num_nodes=8, draft_sampling="sample")
-STEPPED = {name: ALL_MAKERS[name] for name in KINDS} | {
+STEPPED = {name: ALL_MAKERS[name] for name in KINDS if name not in ("eagle3_chain", "dflash_window", "suffix_own")} | {
     "mixed": kernel_mixed,
     "ngram": lambda: by_kernels(NGram, num_nodes=9, histories=1),
     "suffix": lambda: by_kernels(Suffix, num_nodes=9, histories=1),
-    "suffix_own": lambda: by_kernels(Suffix, num_nodes=5, shared=False),
     "standalone_block": lambda: Standalone(Standalone.Config(steps=3, rule="block"), TARGET, "random"),
     "standalone_rejection": lambda: Standalone(Standalone.Config(steps=3, rule="rejection"), TARGET, "random"),
     "eagle3_sampled": lambda: Eagle3(

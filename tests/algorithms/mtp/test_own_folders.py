@@ -147,7 +147,7 @@ def made(target: Target, **config: Any) -> MTP:
     return MTP(MTP.Config(steps=STEPS, **config), target, None)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-Next", "DeepSeek-V3", "GLM-4.5"])
+@pytest.mark.parametrize("name", ["Qwen3-Next", "GLM-4.5"])
 def test_greedy_chains(name: str) -> None:
     reference, target = original(name)
     check_chains(drafted(made(target), target, Setup(max_batch=2, page_size=4, graph="step")), reference)
