@@ -68,7 +68,7 @@ def drafted(
         alone = answers(asked, Setup(backend="torch", max_batch=1), target)
         assert [c.token_ids for c in completions] == alone
     found = [draft for draft in recorded.drafts if len(draft.text) > 1]
-    assert len(found) > 8
+    assert len(found) > 5
     return found[::every]
 
 

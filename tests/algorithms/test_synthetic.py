@@ -35,7 +35,7 @@ def test_output_is_the_targets(drafter: dict[str, object]) -> None:
 @pytest.mark.parametrize("drafter", [{}, TREE], ids=["chain", "tree"])
 def test_drafts_are_accepted_at_the_given_rates(drafter: dict[str, object]) -> None:
     """Of the steps that accepted all before it, the share that accepts draft i lies within four deviations."""
-    asked = [replace(request, id=i) for i, request in enumerate(requests(32, 56))]
+    asked = [replace(request, id=i) for i, request in enumerate(requests(32, 80))]
     asked = [request.with_sampling(seed=request.id) for request in asked]
     setup = Setup(max_batch=32, max_length=128)
     found = run(synthetic(RATE, drafter=drafter), asked, setup, TARGET)

@@ -280,7 +280,7 @@ def test_unknown_architectures_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("model_type", "keys", "said"),
     [
-        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}, "expected 1 to 4 experts, got 5"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "expected 1 to 6 experts, got 7"),
         ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported, expected 'sigmoid'"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
