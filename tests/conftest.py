@@ -34,8 +34,8 @@ LONG = tuple(
         *("readme", "sweep", "add_a_kernel", "prefill", "joint_distribution", "rule_distribution", "replay", "resume"),
         *("exact_distribution", "tasks", "graphs", "losslessness", "lookup", "identity", "sampled_trees", "generate"),
         *("tensor_parallel", "constraints", "sampling_parameters", "faults", "adaptive", "mixed_prefill", "plugin"),
-        *("config", "training", "fuzz", "forbidden_tokens", "shape_scaled", "smollm2", "published", "synthetic", "mtp"),
-        *("drafters", "paper_table", "fusion", "frontend", "specialisation", "shared_vocabulary", "top_logprobs"),
+        *("config", "training", "fuzz", "shape_scaled", "smollm2", "published", "synthetic", "mtp"),
+        *("paper_table", "fusion", "frontend", "specialisation", "shared_vocabulary"),
         *("interpreter", "history", "compile_gate", "layer_kinds", "own_folders", "float8_weights", "gpt_oss"),
         *("drafts", "parity"),
     )

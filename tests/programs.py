@@ -30,7 +30,9 @@ def run_python(
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder) / name for name in ("out", "err")]
         whole = dict(os.environ if env is None else env)
-        process = _server().Process(target=_become, args=(arguments, str(cwd), whole, [str(path) for path in streams]))
+        process = fork_server().Process(
+            target=_become, args=(arguments, str(cwd), whole, [str(path) for path in streams])
+        )
         process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -42,7 +44,8 @@ def run_python(
 
 
 @cache
-def _server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
+    """The context of the server, which starts with the first process; all of Python's use it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(LIBRARIES))
     return context

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 import specdec_kernels as kernels
@@ -135,24 +134,24 @@ class Attention(Mixing):
         """The input of the output projection, `[..., T, H * D]`."""
         q, k, v = self._projected(x)
         if self.gated:
-            q, gate = rearrange(q, "... (h two) d -> ... h two d", two=2).unbind(-2)
+            q, gate = q.unflatten(-2, (-1, 2)).unbind(-2)
             q = q.contiguous()
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
         out = mixer(layer, q, k, v, MixerWeights(q_norm, k_norm, self.sinks))
         if self.gated:
             out = out * torch.sigmoid(gate)
-        return rearrange(out, "... h d -> ... (h d)")
+        return out.flatten(-2)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each [..., heads, D]; views of one tensor in the fused forward."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         if self.impl is None:
-            return tuple(rearrange(each(x), "... (h d) -> ... h d", d=self.head_dim) for each in projections)
+            return tuple(each(x).unflatten(-1, (-1, self.head_dim)) for each in projections)
         assert self._packed is not None
         rows = kernels.linear(x.contiguous(), *self._packed, batch_invariant=self.batch_invariant, impl=self.impl)
         heads = [each.weight.shape[0] // self.head_dim for each in projections]
-        return rearrange(rows, "... (h d) -> ... h d", d=self.head_dim).split(heads, dim=-2)
+        return rows.unflatten(-1, (-1, self.head_dim)).split(heads, dim=-2)
 
 
 class SwiGLU(MLP):

@@ -72,30 +72,29 @@ def match_histories(
     num_nodes, order, max_ngram, max_candidates, least, shared = options
     batch, device = len(lengths), history.device
     host, history = HistoryStore(*(tensor.cpu() for tensor in store)), history.cpu()
-    with torch.device("cpu"):
-        draft = HistoryDraft(
-            tokens=torch.zeros(batch, num_nodes, dtype=torch.int64),
-            parents=torch.full((batch, num_nodes), -2, dtype=torch.int32),
-            expected_accepted=torch.zeros(batch),
-            path_probs=torch.zeros(batch, num_nodes),
-        )
-        draft.parents[:, 0], draft.path_probs[:, 0] = -1, 1
-        for b, (length, slot) in enumerate(zip(lengths.tolist(), slots.tolist(), strict=True)):
-            if not 0 <= length < history.shape[1]:
-                continue
-            suffix = history[b, max(0, length + 1 - max_ngram) : length + 1].tolist()[::-1]
-            draft.tokens[b, 0] = suffix[0]
-            own = int(host.of_slot[slot]) if length > 0 else -1
-            found = _matches(host, suffix, own, shared)[:max_candidates]
-            drafts, whole = _drafts(host, found, num_nodes - 1, order)
-            kept = [one for one in drafts if one.value * MIN_PROB_UNIT >= least * whole][: num_nodes - 1]
-            numbers: dict[Path, int] = {(): 0}
-            for number, one in enumerate(kept, start=1):
-                numbers[one.path] = number
-                draft.path_probs[b, number] = torch.tensor(float(one.value)) / whole
-                draft.tokens[b, number] = one.path[-1]
-                draft.parents[b, number] = numbers[one.path[:-1]]
-            draft.expected_accepted[b] = torch.tensor(float(sum(one.value for one in kept))) / whole
+    draft = HistoryDraft(
+        tokens=history.new_zeros(batch, num_nodes),
+        parents=history.new_full((batch, num_nodes), -2, dtype=torch.int32),
+        expected_accepted=history.new_zeros(batch, dtype=torch.float32),
+        path_probs=history.new_zeros(batch, num_nodes, dtype=torch.float32),
+    )
+    draft.parents[:, 0], draft.path_probs[:, 0] = -1, 1
+    for b, (length, slot) in enumerate(zip(lengths.tolist(), slots.tolist(), strict=True)):
+        if not 0 <= length < history.shape[1]:
+            continue
+        suffix = history[b, max(0, length + 1 - max_ngram) : length + 1].tolist()[::-1]
+        draft.tokens[b, 0] = suffix[0]
+        own = int(host.of_slot[slot]) if length > 0 else -1
+        found = _matches(host, suffix, own, shared)[:max_candidates]
+        drafts, whole = _drafts(host, found, num_nodes - 1, order)
+        kept = [one for one in drafts if one.value * MIN_PROB_UNIT >= least * whole][: num_nodes - 1]
+        numbers: dict[Path, int] = {(): 0}
+        for number, one in enumerate(kept, start=1):
+            numbers[one.path] = number
+            draft.path_probs[b, number] = torch.tensor(float(one.value)) / whole
+            draft.tokens[b, number] = one.path[-1]
+            draft.parents[b, number] = numbers[one.path[:-1]]
+        draft.expected_accepted[b] = torch.tensor(float(sum(one.value for one in kept))) / whole
     return HistoryDraft(*(tensor.to(device) for tensor in draft))
 
 
@@ -104,14 +103,16 @@ def _matches(store: HistoryStore, suffix: list[int], own: int, shared: bool) -> 
     number, place = torch.where(store.tokens == suffix[0])
     readable = (place < store.lengths[number] - 1) & (shared | (number == own))
     number, place = number[readable], place[readable]
-    matched, still = torch.ones_like(place), torch.arange(len(place))
+    matched, still = torch.ones_like(place), torch.arange(len(place), device=place.device)
     for back, token in enumerate(suffix[1:], start=1):
+        if not len(still):
+            break
         still = still[place[still] >= back]
         still = still[store.tokens[number[still], place[still] - back] == token]
         matched[still] += 1
     late = MAX_AGE - (store.clock - store.stamps).clamp(max=MAX_AGE)
     columns = (matched, number == own, late[number], number, place)
-    order = torch.arange(len(place))
+    order = torch.arange(len(place), device=place.device)
     for column in reversed(columns):
         order = order[column[order].argsort(descending=True, stable=True)]
     return [Match(*entry) for entry in zip(*(column[order].tolist() for column in columns), strict=True)]

@@ -69,17 +69,17 @@ def matrices(of_row, query, real, sees, log, beta, S: tl.constexpr):
     gaps = tl.dot((logs - high.to(tl.float32)).to(tl.float16), hidden, tl.dot(high, hidden))
     shares = tl.where(sees, tl.exp(gaps), 0.0)
     a = tl.where(i[:, None] > i[None, :], beta[:, None] * shares * alike, 0.0)
-    return shares * queried, _inverse(a, S.SIZE, S.PRECISION)
+    return shares * queried, _inverse(a, S)
 
 
 @triton.jit
-def _inverse(a, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse(a, S: tl.constexpr):
     """(I + a)^-1 for a [SIZE, SIZE] below the diagonal.
 
     Both halves of the diagonal are inverted row by row, at the same time, and the block below them is -T1 a T0. The
     powers of a, whose sum the inverse is as well, grow where rows repeat their keys.
     """
-    HALF: tl.constexpr = SIZE // 2
+    HALF: tl.constexpr = S.SIZE // 2
     i, block = tl.arange(0, HALF), tl.arange(0, 2)
     second = (block == 1)[:, None, None, None]
     diagonal = (block[:, None] == block[None, :])[:, None, :, None]
@@ -92,7 +92,7 @@ def _inverse(a, SIZE: tl.constexpr, PRECISION: tl.constexpr):
         factors = tl.sum(tl.where(here, own, 0.0), 1)
         found -= tl.where(here, tl.sum(factors[:, :, None] * found, 1)[:, None, :], 0.0)
     last = (block == 1)[:, None, None]
-    right = tl.dot(below, tl.sum(tl.where(last, 0.0, found), 0), input_precision=PRECISION)
-    below = -tl.dot(tl.sum(tl.where(last, found, 0.0), 0), right, input_precision=PRECISION)
+    right = tl.dot(below, tl.sum(tl.where(last, 0.0, found), 0), input_precision=S.PRECISION)
+    below = -tl.dot(tl.sum(tl.where(last, found, 0.0), 0), right, input_precision=S.PRECISION)
     below = tl.where(second, below[None, :, None, :], 0.0)
-    return tl.reshape(tl.where(diagonal, found[:, :, None, :], below), (SIZE, SIZE))
+    return tl.reshape(tl.where(diagonal, found[:, :, None, :], below), (S.SIZE, S.SIZE))

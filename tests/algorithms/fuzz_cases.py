@@ -10,9 +10,8 @@ from typing import Any
 
 from algorithms.algorithm import Algorithm
 from algorithms.engine.request import Request
-from algorithms.standalone import Standalone
 from algorithms.step.sampling_params import GrammarParams, SamplingParams
-from tests.algorithms.drafters import ALL_MAKERS, TARGET
+from tests.algorithms.drafters import ALL_MAKERS
 from tests.algorithms.test_adaptive import CHEAP, DEAR
 from tests.algorithms.test_constraints import END, NESTED, SCHEMA, grammars, in_nested, in_schema
 from tests.algorithms.test_sampled_trees import TREES
@@ -20,10 +19,7 @@ from tests.algorithms.toy import VOCAB, Setup, spell
 
 LONGEST = 56
 """Tokens of a request that fits the context."""
-SAMPLED: dict[str, Callable[[], Algorithm]] = {f"sampled_{name}": make for name, make in TREES.items()} | {
-    f"standalone_{rule}": lambda rule=rule: Standalone(Standalone.Config(steps=3, rule=rule), TARGET, "random")
-    for rule in ("rejection", "block")
-}
+SAMPLED: dict[str, Callable[[], Algorithm]] = {f"sampled_{name}": make for name, make in TREES.items()}
 """Algorithms whose drafts are drawn."""
 MAKERS = ALL_MAKERS | SAMPLED
 BOOLEANS = {"type": "array", "items": {"type": "boolean"}}

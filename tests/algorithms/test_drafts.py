@@ -33,13 +33,18 @@ def texts_before(drafts: list[Draft], committed: list[int]) -> list[list[int]]:
     return before
 
 
-@pytest.mark.parametrize("name", ["standalone_chain", "dflash_tree", "ngram", "autoregressive"])
-@pytest.mark.parametrize("setup", [Setup(), Setup(graph="step", async_steps=1, max_batch=2)], ids=["plain", "captured"])
+CAPTURED = Setup(graph="step", async_steps=1, max_batch=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "setup"),
+    [("standalone_chain", CAPTURED), ("dflash_tree", CAPTURED), ("ngram", Setup()), ("autoregressive", Setup())],
+)
 def test_drafts_of_every_step(name: str, setup: Setup) -> None:
     algorithm = ALL_MAKERS[name]()
     asked = requests(4, 12, drafts=True)
     completions = run(algorithm, asked, setup, TARGET).completions
-    assert [c.token_ids for c in completions] == answers(requests(4, 12), setup, TARGET)
+    assert [c.token_ids for c in completions] == answers(requests(4, 12), Setup(), TARGET)
     for request, completion in zip(asked, completions, strict=True):
         assert [sum(d.accepted for d in drafts) for drafts in completion.drafts] == completion.accepted_counts
         assert [len(drafts) for drafts in completion.drafts] == completion.drafted_counts

@@ -17,7 +17,7 @@ from algorithms.drafting import sampled_tree
 from algorithms.models.loading import Target
 from algorithms.standalone import Standalone
 from specdec_kernels import Accepted, TreeLinks
-from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, Watched
+from tests.algorithms.drafters import ALL_MAKERS, MAKERS, TARGET, TWINS, Watched
 from tests.algorithms.toy import (
     VOCAB,
     Scripted,
@@ -62,7 +62,9 @@ def served(maker: str, few: list, setup: Setup) -> tuple[list[list[int]], list]:
     return [c.token_ids for c in run(algorithm, few, setup, TARGET).completions], watched.drafts
 
 
-@pytest.mark.parametrize(("backend", "maker"), [("fa4", m) for m in KINDS] + [("torch", "eagle3_tree")])
+@pytest.mark.parametrize(
+    ("backend", "maker"), [("fa4", m) for m in MAKERS if m not in TWINS] + [("torch", "eagle3_tree"), ("fa4", "mixed")]
+)
 def test_nothing_is_read_before_it_is_written(monkeypatch: pytest.MonkeyPatch, backend: str, maker: str) -> None:
     """What stands in a recycled page behind the text reaches neither the answer nor the drafts."""
     setup = Setup(backend, page_size=4)
@@ -77,6 +79,7 @@ def test_kernels_read_nothing_before_it_is_written(monkeypatch: pytest.MonkeyPat
     """The same through the Triton kernels (interpreted where there is no GPU)."""
     few, setup = [changed(asked()[0], max_new_tokens=2)], Setup(impl="triton", max_batch=1)
     clean = served(maker, few, setup)
+    assert clean[0] == [expected()[0][:2]]
     fill_with_nan(monkeypatch)
     assert served(maker, few, setup) == clean
 
@@ -88,12 +91,20 @@ def breaks_at(target: Target, poison: int) -> Target:
     return broken
 
 
+EAGER, CAPTURED, FUSED = Setup(page_size=4), Setup(graph="step", async_steps=1), Setup(fused=True)
+
+
 @pytest.mark.parametrize(
-    "setup",
-    [Setup(page_size=4), Setup(graph="step", async_steps=1), Setup(fused=True)],
-    ids=["eager", "captured", "fused"],
+    ("maker", "setup"),
+    [
+        ("autoregressive", CAPTURED),
+        ("ngram", EAGER),
+        ("standalone_chain", CAPTURED),
+        ("standalone_chain", FUSED),
+        ("dflash_chain", EAGER),
+        ("dflash_chain", CAPTURED),
+    ],
 )
-@pytest.mark.parametrize("maker", ["autoregressive", "ngram", "standalone_chain", "dflash_chain"])
 def test_a_request_without_finite_logits_ends_alone(maker: str, setup: Setup) -> None:
     """The others go on, also those that take its pages and its row."""
     few = requests(4, max_new_tokens=4)

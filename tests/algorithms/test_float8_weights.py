@@ -19,16 +19,16 @@ from algorithms.frontend import load_target as load_by_name
 from algorithms.models.loading import Target, load_target
 from algorithms.models.scaled_linear import ScaledLinear, quantised_blocks
 from tests.algorithms.eagle.test_eagle import DRAFT_VOCAB, write_eagle3
+from tests.algorithms.layer_kinds import check_drafts
 from tests.algorithms.scaled_folders import CONFIGS, scaled_config, write_scaled_target
-from tests.algorithms.test_layer_kinds import check_text
 from tests.algorithms.tiny_folders import small_dflash_config, write_dflash, write_target
-from tests.algorithms.toy import Scripted, Setup, answers, requests, run
+from tests.algorithms.toy import Setup, answers, requests
 
 CHAIN: dict[str, Any] = {}
 TREE: dict[str, Any] = {"topk": 2, "num_nodes": 6}
 SETUPS = {
-    "torch": (Setup(page_size=4, max_batch=2), 3, 12),
-    "captured": (Setup(graph="step", prefill_tile=4, max_batch=2), 3, 8),
+    "torch": (Setup(page_size=4, max_batch=2), 3, 8),
+    "captured": (Setup(graph="step", prefill_tile=4, max_batch=2), 3, 6),
     "deterministic": (Setup(impl="triton", deterministic=True, page_size=8, max_batch=2), 1, 3),
 }
 """With the number of requests and of new tokens. The interpreter runs the kernels of the last."""
@@ -66,23 +66,18 @@ def test_drafts_do_not_change_the_output(tmp_path: Path, kind: str, name: str) -
     target = loaded(tmp_path)
     setup, count, tokens = SETUPS[name]
     asked = requests(count, max_new_tokens=tokens)
-    alone = answers(asked, setup, target)
-    for request, written in zip(asked, alone, strict=True):
-        check_text(target, request, written)
-    scripts = [[*request.prompt_ids, *written] for request, written in zip(asked, alone, strict=True)]
-    drafters: list[Algorithm] = [
-        Scripted(scripts, 3, lambda at, depth: (at * 7 + depth * 3) % 4 != 0, decoys) for decoys in (False, True)
-    ]
-    drafters += [DFlash(DFlash.Config(**shape), target, tmp_path / "dflash") for shape in (TREE, CHAIN)]
-    if name == "torch":
+    if name == "deterministic":  # of the interpreter's runs, each kind of weights has one kind of draft
+        drafters, decoys = ([], (True,)) if kind == "blocks" else ([dflash(tmp_path, target, CHAIN)], ())
+    else:
+        drafters, decoys = [dflash(tmp_path, target, TREE)], (False, True)
         drafters.append(Eagle3(Eagle3.Config(**TREE), target, tmp_path / "eagle3"))
-    if name == "deterministic":  # of the interpreter's runs, one kind of weights has two and the other has the others
-        drafters = drafters[::2] if kind == "blocks" else drafters[1::2]
-    for drafter in drafters:
-        drafted = run(drafter, asked, setup, target)
-        assert [c.token_ids for c in drafted.completions] == alone, drafter.name
+    alone = check_drafts(target, asked, setup, drafters, decoys)
     # The kernels and torch compute one target.
     assert alone == answers(asked, SETUPS["torch"][0], target)
+
+
+def dflash(folder: Path, target: Target, shape: dict[str, Any]) -> Algorithm:
+    return DFlash(DFlash.Config(**shape), target, folder / "dflash")
 
 
 @pytest.mark.parametrize("weight_dtype", ["auto", "fp8", "fp8_w8a16"])

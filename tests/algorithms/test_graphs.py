@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from algorithms.engine.settings import GRAPH_LEVELS
 from algorithms.lookup import NGram, Suffix
 from algorithms.mixed import Mixed
 from algorithms.standalone import Standalone
+from algorithms.step.batch import BatchState
+from algorithms.step.prefill import Prefiller
 from algorithms.step.runner import StepRunner
 from algorithms.step.sampling_params import SamplingNeeds
 from algorithms.step.step import PHASES, Step
@@ -29,7 +32,7 @@ from tests.algorithms.toy import Scripted, Setup, answers, autoregressive, chang
 
 pytestmark = pytest.mark.usefixtures("random_drafters")
 
-ASKED = [changed(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(6, max_new_tokens=10)]
+ASKED = [changed(r, temperature=(0.0, 0.8)[r.id % 2]) for r in requests(5, max_new_tokens=8)]
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def drafter() -> dflash.DFlash:
 @pytest.mark.parametrize(("max_batch", "level"), [(3, "none"), (5, "draft"), (5, "verify"), (1, "step"), (5, "step")])
 def test_levels_give_the_same_tokens(drafter: dflash.DFlash, level: str, max_batch: int) -> None:
     """Catches padding rows that store, move or advance anything, and parameters frozen at capture."""
-    expected = answers(ASKED, Setup(max_batch=max_batch), TARGET)
+    expected = answers(ASKED, Setup(), TARGET)
     setup = Setup(max_batch=max_batch, graph=level)
     for algorithm in (drafter, autoregressive(TARGET)):
         assert [c.token_ids for c in run(algorithm, ASKED, setup, TARGET).completions] == expected
@@ -103,21 +106,30 @@ class HostReads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
         self.reads = Reads()
-        self.watching = False
+        self.watching = self.watching_assignments = False
         for name in self.METHODS:
             monkeypatch.setattr(torch.Tensor, name, self._counted(name, getattr(torch.Tensor, name)))
+        assign = torch.Tensor.__setitem__
+
+        def assigned(tensor: torch.Tensor, index: Any, value: Any) -> None:
+            if self.watching_assignments and not isinstance(value, torch.Tensor):
+                self.seen.append("__setitem__")
+            assign(tensor, index, value)
+
+        monkeypatch.setattr(torch.Tensor, "__setitem__", assigned)
         # The interpreter runs a kernel on the host, so it reads all of its arguments.
         for module in (history_kernel, tree_kernel):
             monkeypatch.setattr(module, "launch", self._unwatched(module.launch))
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        self.watching = True
+    def watch(self, assignments: bool = False) -> Iterator[None]:
+        """Reads, and `assignments` of numbers to elements, which wait for a GPU too."""
+        self.watching, self.watching_assignments = True, assignments
         try:
             with self.reads:
                 yield
         finally:
-            self.watching = False
+            self.watching = self.watching_assignments = False
 
     def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -161,11 +173,10 @@ def kernel_mixed() -> KernelMixed:
 
 
 SAMPLED_DFLASH = dflash.DFlash.Config(block_size=4, topk=2, num_nodes=8, draft_sampling="sample")
-STEPPED = {name: ALL_MAKERS[name] for name in KINDS} | {
+STEPPED = {name: ALL_MAKERS[name] for name in KINDS if name not in ("eagle3_chain", "dflash_window", "suffix_own")} | {
     "mixed": kernel_mixed,
     "ngram": lambda: by_kernels(NGram, num_nodes=9, histories=1),
     "suffix": lambda: by_kernels(Suffix, num_nodes=9, histories=1),
-    "suffix_own": lambda: by_kernels(Suffix, num_nodes=5, shared=False),
     "standalone_block": lambda: Standalone(Standalone.Config(steps=3, rule="block"), TARGET, "random"),
     "standalone_rejection": lambda: Standalone(Standalone.Config(steps=3, rule="rejection"), TARGET, "random"),
     "eagle3_sampled": lambda: Eagle3(
@@ -187,26 +198,30 @@ FILTERED = {
 }
 
 
+WATCHED = [(StepRunner, "launch"), (Prefiller, "run"), (BatchState, "rearrange"), (BatchState, "clear")]
+
+
 @pytest.mark.parametrize(
-    ("backend", "maker"),
-    [("fa4", maker) for maker in STEPPED] + [("torch", m) for m in ("autoregressive", "dflash_tree")],
+    ("backend", "maker"), [("fa4", maker) for maker in STEPPED] + [("torch", m) for m in ("eagle_tree", "dflash_tree")]
 )
-def test_a_step_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and sampled rows, with every penalty and filter on, and tokens forbidden; a prompt rides in a step where
-    whole steps are captured."""
-    host = HostReads(monkeypatch)
-    launch = StepRunner.launch
+def test_nothing_is_read_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps, in prefills, and where requests enter and leave. Greedy and sampled rows, with every penalty and filter
+    on, and tokens forbidden; a prompt rides in a step where whole steps are captured."""
+    host, called = HostReads(monkeypatch), set()
 
-    def watched(self: StepRunner, *arguments: Any) -> torch.Tensor:
-        with host.watch():
-            return launch(self, *arguments)
+    def watched(method: Any, self: Any, *args: Any) -> Any:
+        called.add(method.__name__)
+        with host.watch(assignments=not isinstance(self, StepRunner)):
+            return method(self, *args)
 
-    monkeypatch.setattr(StepRunner, "launch", watched)
+    for kind, name in WATCHED:
+        monkeypatch.setattr(kind, name, partialmethod(partial(watched, getattr(kind, name))))
     monkeypatch.setattr("algorithms.step.step.check_draft", lambda *_: None)  # the first draft is read back
-    asked = [changed(r, temperature=(0.0, 0.8)[r.id % 2], **FILTERED) for r in requests(2, 6)]
+    asked = [changed(r, temperature=(0.0, 0.8)[r.id % 2], **FILTERED) for r in requests(3, 4)]
     graph = "none" if backend == "torch" else "step"
-    run(STEPPED[maker](), asked, Setup(backend=backend, max_batch=1, graph=graph), TARGET)
-    assert (host.reads.seen, host.seen) == ([], [])
+    setup = Setup(backend=backend, max_batch=2, graph=graph, prefill_chunk=8, prefill_tile=4)
+    run(STEPPED[maker](), asked, setup, TARGET)
+    assert (host.reads.seen, host.seen) == ([], []) and called == {name for _, name in WATCHED}
 
 
 def test_reads_of_the_host_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from algorithms.engine.settings import RuntimeSettings
 from specdec_kernels import AttentionShape
-from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, hinted
+from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted
 from tests.algorithms.toy import (
     CONFIG,
     Setup,
@@ -49,8 +49,8 @@ def written() -> tuple[list[Request], list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("maker", "backend"),
-    [(maker, "fa4") for maker in KINDS]
-    + [(maker, backend) for maker in ("dflash_chain", "eagle3_tree") for backend in ("torch", "hybrid")],
+    [(maker, "fa4") for maker in ("eagle_tree", "peagle_tree", "standalone_tree", "dflash_tree", "dflash_window")]
+    + [("autoregressive", "torch"), ("dflash_chain", "torch"), ("eagle3_tree", "hybrid")],
 )
 def test_output_is_that_of_the_target_with_the_same_cache(maker: str, backend: str) -> None:
     asked, alone = written()

@@ -27,14 +27,6 @@ def make_dflash(block_size: int) -> DFlash:
     return DFlash(DFlash.Config(block_size=block_size), TARGET, "random")
 
 
-@pytest.mark.parametrize(("block", "pair"), [(1, PAIRS[0]), (2, PAIRS[1]), (7, PAIRS[1]), (16, PAIRS[0])])
-def test_dflash_greedy(block: int, pair: tuple[str, int]) -> None:
-    """Block sizes up to the trained one; each has a batch limit of its own."""
-    setup = Setup(*pair, max_batch=1 + block % 8)
-    got = run(make_dflash(block), requests(4), setup, TARGET)
-    assert [c.token_ids for c in got.completions] == written(4)
-
-
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize(("depth", "pair"), list(zip([1, 2, 5, 9, 15], PAIRS * 3, strict=False)))
 def test_scripted_acceptance(depth: int, pair: tuple[str, int], decoys: bool) -> None:
@@ -62,16 +54,6 @@ def test_end_at_each_position_of_a_block(end: int) -> None:
             assert [c.token_ids for c in drafted] == [c.token_ids for c in alone]
             assert [c.text for c in drafted] == [c.text for c in alone]
             assert {c.finish_reason for c in drafted} == {c.finish_reason for c in alone} == {reason}
-
-
-def test_seed_decides_not_the_place_in_the_batch() -> None:
-    asked = requests(7, 12, temperature=1.0)
-    one_by_one = answers(asked, Setup(max_batch=1), TARGET)
-    shuffled = [asked[i] for i in (3, 0, 6, 2, 5, 1, 4)]
-    got = run(make_dflash(8), shuffled, Setup(max_batch=7), TARGET).completions
-    assert {c.request_id: c.token_ids for c in got} == dict(enumerate(one_by_one))
-    reseeded = [changed(r, seed=r.sampling.seed + 100) for r in asked]
-    assert answers(reseeded, Setup(max_batch=1), TARGET) != one_by_one
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Prompts in chunks and tiles: the same tokens and drafts as in one piece, and no request waits for a whole prompt."""
+"""Prompts in chunks and tiles: the same drafts as in one piece, and no request waits for a whole prompt."""
 
 from __future__ import annotations
 
@@ -12,39 +12,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from algorithms.engine.scheduler import ABORTED, PrefillSegment
 from algorithms.engine.session import Session
-from algorithms.step.batch import BatchState
-from algorithms.step.prefill import Prefiller
 from algorithms.step.prefill_batch import PrefillBatch
 from algorithms.step.sampling_params import SamplingNeeds
 from tests.algorithms.device_operations import DeviceOperations
-from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, Watched, hinted
-from tests.algorithms.test_graphs import FILTERED, STEPPED, HostReads
-from tests.algorithms.test_identity import reference
+from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, Watched
+from tests.algorithms.test_identity import CUTS
 from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine_of, requests, run
 
 pytestmark = pytest.mark.usefixtures("random_drafters")
-
-# Prompts of `requests` have 5, 2, 17, 30, 9, 16, 1 and 33 tokens, of which all but the last are prefilled.
-CUTS = {
-    "a tile a step": dict(prefill_chunk=4, prefill_tile=4, page_size=1),
-    "tiles of one chunk": dict(prefill_chunk=13, prefill_tile=4, page_size=16),
-    "one token a step": dict(prefill_chunk=1, page_size=16),
-    "all at once": dict(prefill_tile=64, page_size=1),
-}
-
-
-@pytest.mark.parametrize(
-    ("maker", "cut"),
-    [(maker, list(CUTS)[place % len(CUTS)]) for place, maker in enumerate(KINDS)],
-)
-def test_output_is_the_targets_own(maker: str, cut: str) -> None:
-    """Prompts of one token, of one tile and a token more, and longer than a chunk, arrive while others decode. Chunks
-    of several tiles run as they are captured: at one of a few sizes, and bounded by the whole page table."""
-    asked, alone, texts = reference()
-    setup = Setup(**CUTS[cut], graph="step" if cut == "tiles of one chunk" else "none")
-    got = run(hinted(ALL_MAKERS[maker](), texts), asked, setup, TARGET).completions
-    for ours, plain in zip(got, alone, strict=True):
-        assert (ours.token_ids, ours.text, ours.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
 
 
 def drafted(maker: str, setup: Setup) -> dict[tuple[int, ...], list[int]]:
@@ -119,33 +94,6 @@ def test_a_request_ends_during_its_prefill() -> None:
             done += session.step()
     assert [c.token_ids for c in done] == answers([short, other], Setup(), TARGET)
     assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
-
-
-@pytest.mark.parametrize(("backend", "maker"), [*(("fa4", m) for m in STEPPED), ("torch", "eagle_tree")])
-def test_a_prefill_reads_nothing_back(maker: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the forward over a chunk nor the entry of a request into the state and its way out. The host also waits
-    where a number is assigned to an element of a tensor on a GPU."""
-    host = HostReads(monkeypatch)
-    assign = torch.Tensor.__setitem__
-
-    def assigned(self: torch.Tensor, index: Any, value: Any) -> None:
-        if host.watching and not isinstance(value, torch.Tensor):
-            host.seen.append("__setitem__")
-        assign(self, index, value)
-
-    monkeypatch.setattr(torch.Tensor, "__setitem__", assigned)
-    ways = [(BatchState, name) for name in ("rearrange", "clear")]
-    for kind, name in ((Prefiller, "run"), *ways):
-        method = getattr(kind, name)
-
-        def watched(self: Any, *args: Any, _method: Any = method) -> Any:
-            with host.watch():
-                return _method(self, *args)
-
-        monkeypatch.setattr(kind, name, watched)
-    asked = [changed(r, **FILTERED | {"max_new_tokens": 1, "min_tokens": 1}) for r in requests(3)]
-    run(STEPPED[maker](), asked, Setup(backend=backend, max_batch=2, prefill_chunk=8, prefill_tile=4), TARGET)
-    assert (host.reads.seen, host.seen) == ([], [])
 
 
 @pytest.mark.parametrize("maker", KINDS)

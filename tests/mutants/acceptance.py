@@ -23,7 +23,9 @@ _drafter = bugs_in("algorithms/drafting/sampled_tree.py")
 _MISSES = ("tests/kernels/test_joint_distribution.py::test_joint_distribution[rejection-chain-opposed-plain]",)
 _WHOLE = ("tests/kernels/test_joint_distribution.py::test_joint_distribution[rejection-chain-agreeing-plain]",)
 _BLOCK = ("tests/kernels/test_joint_distribution.py::test_joint_distribution[block-chain-agreeing-plain]",)
-_SAMPLED = ("tests/algorithms/test_drafters.py::test_sampled_chains_follow_the_targets_distribution[rejection]",)
+_SAMPLED = (
+    "tests/algorithms/test_sampled_trees.py::test_three_tokens_follow_the_targets_distribution[standalone_rejection]",
+)
 _EXACT = (
     "tests/kernels/test_rule_distribution.py::test_exact_distribution_of_three_tokens[rejection-reference-spread]",
 )

@@ -54,7 +54,7 @@ MUTANTS = (
     _heads(
         "block_states_are_not_carried_to_children",
         "self._state.gather(1, {{parents -> 0 * parents}}[..., None]",
-        (_TESTS + "test_trees[deepspec rnn]",),
+        (_TESTS + "test_trees[speculators dspark rnn]",),
         "all nodes of a level continue the state of its first parent",
     ),
     _heads(

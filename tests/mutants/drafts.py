@@ -55,7 +55,7 @@ MUTANTS = (
     _step(
         "target_probability_at_the_node_itself",
         "values = self.logits{{.gather(1, above[:, :, None].expand_as(self.logits)) -> }}",
-        (_DRAFTS + "test_drafts_of_every_step[plain-standalone_chain]",),
+        (_DRAFTS + "test_drafts_of_every_step[standalone_chain-setup0]",),
         "a draft is reported with the probability after it, not before it",
     ),
     _step(

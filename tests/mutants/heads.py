@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import bugs_in
 
-_PUBLISHED = "tests/algorithms/eagle/test_published.py::test_greedy_chains"
+_PUBLISHED = "tests/algorithms/eagle/test_published.py::test_the_distribution_of_a_sampled_chain"
 _MTP = "tests/algorithms/mtp/test_mtp.py::test_greedy_chains"
 _formats = bugs_in("algorithms/eagle/formats.py")
 _model = bugs_in("algorithms/eagle/model.py")
@@ -57,19 +57,19 @@ MUTANTS = (
     _mtp(
         "halves_are_swapped",
         "halves[::-1] if {{ -> not }}hidden_first else halves",
-        (_MTP + "[setup0-own_folder]",),
+        (_MTP + "[own_folder]",),
         "historical: the embedding enters in the place of the hidden state (slime's issue 691)",
     ),
     _mtp(
         "one_layer_drafts_all_levels",
         "streams[{{level % len(layers) -> 0}}], layers[{{level % len(layers) -> 0}}]",
-        (_MTP + "[setup0-two_layers]",),
+        (_MTP + "[two_layers]",),
         "of several MTP layers the first drafts every step",
     ),
     bugs_in("algorithms/drafting/level_drafter.py")(
         "level_does_not_grow",
         "level += {{1 -> 0}}",
-        (_MTP + "[setup0-two_layers]",),
+        (_MTP + "[two_layers]",),
         "every step runs the layer of the first one",
     ),
 )

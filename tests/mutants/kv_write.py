@@ -59,7 +59,7 @@ MUTANTS = (
     bugs_in("specdec_kernels/kv_write/rope.py")(
         "yarn_ramp_past_the_last_pair",
         "min(high, rotary_dim{{ - 1 -> }})",
-        ("tests/algorithms/models/test_models_parity.py::test_target_agrees_with_transformers",),
+        ("tests/algorithms/models/test_architectures.py::test_architectures_agree_with_transformers",),
         "the ramp of YaRN ends one pair later than in transformers where the base is small",
     ),
 )

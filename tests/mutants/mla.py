@@ -58,7 +58,9 @@ MUTANTS = (
     _memory(
         "latent_path_without_its_end",
         "lengths=(metadata.lengths[:, None] + (depth - {{1 -> 2}}).clamp(min=0)).flatten(),",
-        ("tests/algorithms/step/test_deterministic.py::test_a_token_of_latent_attention_has_the_same_bits",),
+        (
+            "tests/algorithms/step/test_deterministic.py::test_a_token_has_the_same_bits_wherever_it_is_computed[latent]",
+        ),
         "a node of a tree does not see itself",
     ),
     _kernel(

@@ -28,7 +28,7 @@ _WHOLE_RUNS = tuple(
     f"tests/algorithms/{name}.py"
     for name in (
         "engine/test_engine",
-        "test_drafters",
+        "test_identity",
         "test_lookup",
         "test_constraints",
         "test_graphs",

@@ -6,7 +6,8 @@ from tests.mutants.mutant import bugs_in
 
 _FAULTS = "tests/algorithms/test_faults.py::"
 _SCHEDULER = "tests/algorithms/engine/test_scheduler.py::"
-_DRAFTERS = "tests/algorithms/test_drafters.py::"
+_PUBLISHED = "tests/algorithms/dflash/test_published.py::"
+_HEADS = "tests/algorithms/eagle/test_published.py::"
 _dflash = bugs_in("algorithms/dflash/drafting.py")
 _scheduler = bugs_in("algorithms/engine/scheduler.py")
 _session = bugs_in("algorithms/engine/session.py")
@@ -72,7 +73,7 @@ MUTANTS = (
     bugs_in("specdec_kernels/tree/reference.py")(
         "own_bit_of_a_wide_tree_in_the_first_word",
         "word == {{(own // WORD_BITS) -> 0 * own}}[:, None]",
-        (_DRAFTERS + "test_tokens_of_wide_trees_see_their_paths_alone",),
+        (_HEADS + "test_tokens_of_wide_trees_see_their_paths_alone",),
         "a node at draft slot 64 or above does not see itself",
     ),
     bugs_in("algorithms/step/batch.py")(
@@ -84,19 +85,19 @@ MUTANTS = (
     _dflash(
         "the_window_of_the_run_replaces_nothing",
         "for window in (own,{{ run_window -> }}) if",
-        (_DRAFTERS + "test_dflash_drafts_what_its_layers_say",),
+        (_PUBLISHED + "test_a_window_of_the_run",),
         "algo.window is ignored",
     ),
     _dflash(
         "the_wider_window_wins",
         "{{min -> max}}(windows, default=None)",
-        (_DRAFTERS + "test_dflash_drafts_what_its_layers_say",),
+        (_PUBLISHED + "test_a_window_of_the_run",),
         "of the window of the run and that of the layer the wider one is taken",
     ),
     bugs_in("algorithms/dflash/model.py")(
         "the_last_layer_before_the_norm",
         "[{{hidden if index == last else  -> }}feature for",
-        (_DRAFTERS + "test_dflash_drafts_what_its_layers_say",),
+        (_PUBLISHED + "test_greedy_chains[zlab]",),
         "a drafter that reads the target's last layer gets the stream in front of the final norm",
     ),
     bugs_in("algorithms/step/step.py")(
@@ -126,14 +127,14 @@ MUTANTS = (
     _model(
         "norm_output_is_ignored",
         "self.norm(hidden){{ if is_raw else hidden -> }}",
-        ("tests/algorithms/eagle/test_eagle.py::test_eagle3_agrees_with_its_definition[None-raw-raw]",),
+        (_HEADS + "test_the_distribution_of_a_sampled_chain[specforge old false]",),
         "historical: a head without the norm before its LM head drafts other tokens",
     ),
     _model(
         "fc_norm_is_ignored",
         "features = {{[norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)] -> "
         "list(features)}}",
-        ("tests/algorithms/eagle/test_eagle.py::test_eagle3_agrees_with_its_definition[each-normed-normed]",),
+        (_HEADS + "test_the_distribution_of_a_sampled_chain[speculators each]",),
         "historical: vLLM created the norms of EAGLE-3.1 for one kind of head, and never applied them (its PR 43482)",
     ),
     _prefill_batch(

@@ -142,6 +142,24 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
+def swiglu(w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    gate, up = (x @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
+
+
+def self_attention(w: Mapping[str, Tensor], x: Tensor, at: Tensor, seen: Tensor) -> Tensor:
+    """Of rows at positions `at`, of which row i sees row j where `seen[i, j]`; biases and norms of heads where a layer
+    has them."""
+    projected = {name: x @ w[f"self_attn.{name}_proj.weight"].T for name in "qkv"}
+    q, k, v = (
+        (each + w.get(f"self_attn.{name}_proj.bias", torch.zeros(()))).view(len(x), -1, SIZE)
+        for name, each in projected.items()
+    )
+    if "self_attn.q_norm.weight" in w:
+        q, k = rms(q, w["self_attn.q_norm.weight"]), rms(k, w["self_attn.k_norm.weight"])
+    return attended(rotate(q, at), rotate(k, at), v, seen) @ w["self_attn.o_proj.weight"].T
+
+
 class Original:
     """The drafter of a folder after a text: logits of each draft given those before it."""
 
@@ -151,6 +169,9 @@ class Original:
         self.w = {name.removeprefix(published.prefix): tensor.double() for name, tensor in stored.items()}
         self.embedding = self.w.get("embed_tokens.weight", TARGET.model.model.embed_tokens.weight.double())
         self.head = self.w.get("lm_head.weight", head_of_target().double())
+        self.mask = MASK
+        if "mask_embedding" in self.w:
+            self.mask, self.embedding = VOCAB, torch.cat([self.embedding, self.w["mask_embedding"][None]])
 
     def hidden(self, text: list[int]) -> Tensor:
         """[block, hidden]: final hidden states of the block after `text`, whose last token is the anchor."""
@@ -162,7 +183,7 @@ class Original:
             states = hidden_states(text[:anchor])
             read = torch.cat([states[i] for i in shape.hidden_states], -1)
             context = rms(read @ self.w["fc.weight"].T, self.w["hidden_norm.weight"])
-        x = self.embedding[[text[-1]] + [MASK] * (shape.block_size - 1)] * (shape.selector or [1])[0]
+        x = self.embedding[[text[-1]] + [self.mask] * (shape.block_size - 1)] * (shape.selector or [1])[0]
         for i in range(LAYERS):
             layer = {n.removeprefix(f"layers.{i}."): w for n, w in self.w.items() if n.startswith(f"layers.{i}.")}
             x = self.layer(i, layer, x, context)
@@ -174,7 +195,7 @@ class Original:
 
         x = x + self.convolved(w, "attention_conv", rms(x, w["input_layernorm.weight"]), attend)
         normed = rms(x, w["post_attention_layernorm.weight"])
-        return x + self.convolved(w, "mlp_conv", normed, lambda rows: self.mlp(w, rows))
+        return x + self.convolved(w, "mlp_conv", normed, lambda rows: swiglu(w, rows))
 
     def convolved(self, w: Mapping[str, Tensor], name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """The sublayer with DFlash 2's convolutions before and after it, channel by channel."""
@@ -189,10 +210,6 @@ class Original:
             return out
 
         return convolve(1, sublayer(convolve(0, x)))
-
-    def mlp(self, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        gate, up = (x @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
 
     def attention(self, i: int, w: Mapping[str, Tensor], x: Tensor, context: Tensor) -> Tensor:
         anchor, visible = len(context), torch.cat([context, x])
@@ -291,13 +308,6 @@ class Original:
             return logits
         return logits.new_full((VOCAB,), float("-inf")).scatter(0, self.shape.known, logits)
 
-    def chain(self, text: list[int], length: int) -> list[int]:
-        """The most likely drafts."""
-        drafts: list[int] = []
-        for _ in range(length):
-            drafts.append(int(self.logits(text, [*drafts, 0])[-1].argmax()))
-        return drafts
-
     def confidence(self, text: list[int], drafts: list[int]) -> Tensor:
         """[D]: what the confidence head gives for each draft."""
         hidden, tokens = self.hidden(text)[self.shape.first_slot :], [text[-1], *drafts]
@@ -323,16 +333,32 @@ def hidden_states(text: list[int]) -> dict[int, Tensor]:
 
 
 def zlab(**changes: Any) -> Published:
-    """DFlash of z-lab: github.com/z-lab/dflash, dflash/model.py."""
+    """DFlash of z-lab: github.com/z-lab/dflash, dflash/model.py. With all keys of the published checkpoints."""
     config = {
         **DECODER,
         "architectures": ["DFlashDraftModel"],
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "block_size": 5,
+        "bos_token_id": None,
+        "dtype": "bfloat16",
+        "eos_token_id": 2,
+        "initializer_range": 0.02,
+        "max_window_layers": LAYERS,
+        "rope_scaling": None,
+        "transformers_version": "4.57.1",
+        "use_cache": True,
         "num_target_layers": CONFIG.num_layers,
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 3], **changes.pop("own", {})},
         **changes.pop("keys", {}),
     }
     return Published(config, backbone(), (2, 4), first_slot=1, block_size=5, drafts=4, **changes)
+
+
+def own_mask() -> Published:
+    """The mask token has no row in the target's embedding."""
+    base = zlab(own={"mask_token_id": VOCAB})
+    return replace(base, shapes=base.shapes | {"mask_embedding": (HIDDEN,)})
 
 
 def jetspec() -> Published:
@@ -486,6 +512,7 @@ FAMILIES: dict[str, Published] = {
         keys={"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
         causal=(True, False), windows=(6, None),
     ),
+    "zlab own mask": own_mask(),
     "jetspec": jetspec(),
     "deepspec dflash": deepspec(),
     "deepspec own embedding": deepspec(own=("embed_tokens",)),

@@ -108,31 +108,6 @@ def test_a_tree_has_the_likeliest_paths(monkeypatch: pytest.MonkeyPatch, rank: i
         assert sorted(draft.tokens[row, 1:].tolist()) == sorted(path[-1] for _, path in best)
 
 
-@pytest.mark.parametrize("topk", [1, 2])
-def test_what_is_sampled_comes_from_the_distribution_behind_its_parent(
-    monkeypatch: pytest.MonkeyPatch, rank: int, topk: int
-) -> None:
-    algorithm = made(monkeypatch, rank, topk=topk, num_nodes=None if topk == 1 else 8, draft_sampling="sample")
-    batch = batch_of(algorithm)
-    temperature = batch.sampling.temperature
-    assert temperature is not None and algorithm._nodes is not None
-    temperature.fill_(0.7)
-    draft = algorithm.propose(batch)
-    parents = algorithm._nodes.parents
-    assert draft.tokens.shape == (2, algorithm.num_nodes) == (2, len(parents)) and draft.draft_probs is not None
-    for row in range(2):
-        for node in range(len(parents)):
-            if not algorithm._nodes.children(node):
-                continue
-            path, above = [int(draft.tokens[row, node])], node
-            while above:
-                above = parents[above]
-                path.insert(0, int(draft.tokens[row, above]))
-            index = node if draft.draft_rows is None else int(draft.draft_rows[row, node])
-            expected = (behind(algorithm, batch, row, path) / 0.7).softmax(0)
-            torch.testing.assert_close(draft.draft_probs[row, index], expected, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("config", "chain", "nodes", "depth"),
     [

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from algorithms.algorithm import Batch, DraftTree
 from algorithms.dflash.drafting import DFlash
 from algorithms.dflash.loading import load_dflash
 from algorithms.dflash.model import DFlashDrafter
@@ -27,10 +25,12 @@ from tests.algorithms.dflash.published import (
     zlab,
 )
 from tests.algorithms.drafters import DEEP_TARGET as TARGET
+from tests.algorithms.recorded import Recorded, check_chains, check_distributions, check_kernels, check_trees, drafted
 from tests.algorithms.tiny_folders import edit_json, refusal
 from tests.algorithms.toy import Setup, answers, changed, requests, run
 
 TEMPERATURE = 0.7
+EAGER = Setup(max_batch=2, page_size=4)
 OF_EACH_HEAD = (
     "speculators dflash", "deepspec vanilla", "deepspec gated", "speculators dspark rnn", "dspark confidence", "domino",
     "dflash 2", "speculators dspark vanilla",
@@ -39,122 +39,59 @@ OF_EACH_HEAD = (
 How layouts are read shows in greedy chains."""
 
 
-@pytest.fixture(params=list(FAMILIES))
-def family(request: pytest.FixtureRequest) -> Published:
-    return FAMILIES[request.param]
+def algorithm(folder: Path, **config: Any) -> DFlash:
+    return DFlash(DFlash.Config(**config), TARGET, str(folder))
 
 
-class Recorded:
-    """Every draft of an algorithm with the text that it was made for."""
-
-    def __init__(self, algorithm: DFlash) -> None:
-        self.drafts: list[tuple[list[int], list[int], list[int], torch.Tensor | None, torch.Tensor | None]] = []
-        propose = algorithm.propose
-
-        def recorded(batch: Batch) -> DraftTree:
-            tree = propose(batch)
-            for row, length in enumerate(batch.lengths.tolist()):
-                parts = (None if part is None else part[row] for part in (tree.draft_probs, tree.path_probs))
-                text = batch.history[row, : length + 1].tolist()
-                self.drafts.append((text, tree.tokens[row].tolist(), parents_of(tree, row), *parts))
-            return tree
-
-        algorithm.propose = recorded  # type: ignore[method-assign]
-
-
-def parents_of(tree: DraftTree, row: int) -> list[int]:
-    parents = [-2] * tree.tokens.shape[1]
-    parents[0] = -1
-    for node, child in enumerate(tree.links.first_child[row].tolist()):
-        while child >= 0:
-            parents[child], child = node, int(tree.links.next_sibling[row, child])
-    return parents
-
-
-def path_to(node: int, tokens: list[int], parents: list[int]) -> list[int]:
-    """The tokens of `node` and of those above it, without node 0."""
-    path: list[int] = []
-    while node > 0:
-        path.insert(0, tokens[node])
-        node = parents[node]
-    return path
-
-
-@cache
-def greedy() -> list[list[int]]:
-    return answers(requests(4, max_new_tokens=5), Setup(backend="torch", max_batch=1), TARGET)
-
-
-def drafted(folder: Path, temperature: float, setup: Setup, **config: Any) -> Recorded:
-    """Serve requests of unequal prompts; greedy outputs are the target's own."""
-    algorithm = DFlash(DFlash.Config(**config), TARGET, str(folder))
-    recorded = Recorded(algorithm)
-    asked = [changed(request, temperature=temperature) for request in requests(4, max_new_tokens=5)]
-    completions = run(algorithm, asked, setup, TARGET).completions
-    if temperature == 0:
-        assert [c.token_ids for c in completions] == greedy()
-    assert len(recorded.drafts) > 10
-    return recorded
-
-
-def test_greedy_chains(tmp_path: Path, family: Published) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_chains(tmp_path: Path, name: str) -> None:
+    """Captured for each head."""
+    family, setup = FAMILIES[name], Setup(max_batch=2, page_size=1, graph="step" if name in OF_EACH_HEAD else "none")
     original = Original(family, family.write(tmp_path))
-    for text, tokens, _, _, _ in drafted(tmp_path, 0.0, Setup(max_batch=2, page_size=1, graph="step")).drafts[::3]:
-        if len(text) > 1:  # padding rows of captured steps have no text
-            assert tokens[1:] == original.chain(text, family.drafts)
+    check_chains(drafted(algorithm(tmp_path), TARGET, setup), original)
 
 
-@pytest.mark.parametrize("family", OF_EACH_HEAD, indirect=True)
-def test_the_distribution_of_a_sampled_chain(tmp_path: Path, family: Published) -> None:
-    """What each draft was sampled from is the original's distribution after the drafts before it."""
-    original = Original(family, family.write(tmp_path))
-    recorded = drafted(tmp_path, TEMPERATURE, Setup(max_batch=2, page_size=4), draft_sampling="sample")
-    for text, tokens, _, probs, _ in recorded.drafts[::3]:
-        assert probs is not None and len(tokens) == family.drafts + 1
-        expected = (original.logits(text, tokens[1:]) / TEMPERATURE).softmax(-1)
-        torch.testing.assert_close(probs.double(), expected, atol=2e-5, rtol=1e-3)
+@pytest.mark.parametrize(("window", "windows"), [(5, (5, 5)), (9, (6, 9))], ids=["narrower", "wider"])
+def test_a_window_of_the_run(tmp_path: Path, window: int, windows: tuple[int, ...]) -> None:
+    """The narrower one of it and of the layer's own."""
+    family = FAMILIES["zlab window"]
+    original = Original(replace(family, windows=windows), family.write(tmp_path))
+    check_chains(drafted(algorithm(tmp_path, window=window), TARGET, EAGER), original)
 
 
-@pytest.mark.parametrize("family", OF_EACH_HEAD, indirect=True)
-def test_trees(tmp_path: Path, family: Published) -> None:
-    """The probability of each path is the product of the original's along it."""
-    original = Original(family, family.write(tmp_path))
-    recorded = drafted(tmp_path, 0.0, Setup(max_batch=2, page_size=4), topk=3, num_nodes=24)
-    for text, tokens, parents, _, probs in recorded.drafts[::4]:
-        assert probs is not None
-        for node in range(1, len(tokens)):
-            path = path_to(node, tokens, parents)
-            shares = original.logits(text, path).softmax(-1)[torch.arange(len(path)), path]
-            if family.confidence is not None:
-                shares = shares * original.confidence(text, path)
-            assert float(probs[node]) == pytest.approx(float(shares.prod()), rel=1e-3)
+@pytest.mark.parametrize("name", OF_EACH_HEAD)
+def test_the_distribution_of_a_sampled_chain(tmp_path: Path, name: str) -> None:
+    original = Original(FAMILIES[name], FAMILIES[name].write(tmp_path))
+    drafts = drafted(algorithm(tmp_path, draft_sampling="sample"), TARGET, EAGER, TEMPERATURE)
+    check_distributions(drafts, original, TEMPERATURE)
+
+
+@pytest.mark.parametrize("name", OF_EACH_HEAD)
+def test_trees(tmp_path: Path, name: str) -> None:
+    original = Original(FAMILIES[name], FAMILIES[name].write(tmp_path))
+    drafts = drafted(algorithm(tmp_path, topk=3, num_nodes=24), TARGET, EAGER, every=5)
+    check_trees(drafts, original, original.confidence if FAMILIES[name].confidence is not None else None)
 
 
 @pytest.mark.parametrize("name", ["dspark confidence", "deepspec confidence", "specforge dspark"])
 def test_confidence_is_the_path_probability_of_a_chain(tmp_path: Path, name: str) -> None:
     """Where a chain is asked for path probabilities, as `mixed` does, a confidence head gives them."""
     family = FAMILIES[name]
-    original, algorithm = Original(family, family.write(tmp_path)), DFlash(DFlash.Config(), TARGET, str(tmp_path))
-    bind = algorithm.bind
-    algorithm.bind = lambda resources: bind(replace(resources, needs_path_probs=True))  # type: ignore[method-assign]
-    recorded = Recorded(algorithm)
-    run(algorithm, requests(3, max_new_tokens=4), Setup(), TARGET)
+    original, chain = Original(family, family.write(tmp_path)), algorithm(tmp_path)
+    bind = chain.bind
+    chain.bind = lambda resources: bind(replace(resources, needs_path_probs=True))  # type: ignore[method-assign]
+    recorded = Recorded(chain)
+    run(chain, requests(3, max_new_tokens=4), Setup(), TARGET)
     for text, tokens, _, _, probs in recorded.drafts:
         assert probs is not None
         expected = original.confidence(text, tokens[1:]).cumprod(0)
         torch.testing.assert_close(probs[1:].double(), expected, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["zlab", "deepspec gated", "domino", "dflash 2", "speculators dspark rnn"])
+@pytest.mark.parametrize("name", ["deepspec gated", "domino", "dflash 2", "speculators dspark rnn"])
 def test_the_kernels_draft_the_same(tmp_path: Path, name: str) -> None:
     FAMILIES[name].write(tmp_path)
-    drafts = []
-    for impl in ("triton", "reference"):
-        algorithm = DFlash(DFlash.Config(), TARGET, str(tmp_path))
-        recorded = Recorded(algorithm)
-        run(algorithm, requests(2, max_new_tokens=2), Setup(impl=impl, max_batch=2), TARGET)
-        drafts.append([(text, tokens) for text, tokens, *_ in recorded.drafts])
-    assert drafts[0] == drafts[1]
+    check_kernels(lambda: algorithm(tmp_path), TARGET)
 
 
 @pytest.mark.parametrize(
@@ -171,11 +108,11 @@ def test_the_kernels_draft_the_same(tmp_path: Path, name: str) -> None:
 def test_borders(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     """Blocks of one and two tokens, trees, a prompt of one token, more requests than slots, steps of any size: outputs
     are the target's own, also where it samples."""
-    algorithm = DFlash(DFlash.Config(**settings), TARGET, str(FAMILIES[name].write(tmp_path)))
-    asked = [changed(request, temperature=(0.0, 0.9)[request.id % 2]) for request in requests(7, max_new_tokens=6)]
+    drafter = algorithm(FAMILIES[name].write(tmp_path), **settings)
+    asked = [changed(request, temperature=(0.0, 0.9)[request.id % 2]) for request in requests(7, max_new_tokens=4)]
     expected = answers(asked, Setup(backend="torch", max_batch=1), TARGET)
-    adaptive = algorithm.num_nodes > 1
-    got = run(algorithm, asked, Setup(max_batch=3, page_size=4, graph="step", adaptive=adaptive), TARGET)
+    setup = Setup(max_batch=3, page_size=4, graph="step", adaptive="topk" in settings)
+    got = run(drafter, asked, setup, TARGET)
     assert [c.token_ids for c in got.completions] == expected
 
 

@@ -1,5 +1,5 @@
-"""EAGLE-3 and P-EAGLE heads of random weights in the layouts of their writers, and what they compute, spelled out from
-the equations: one request, no cache, no batch, float64."""
+"""EAGLE, EAGLE-3 and P-EAGLE heads of random weights in the layouts of their writers, and what they compute, spelled
+out from the equations: one request, no cache, no batch, float64."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.algorithms.dflash.published import (
     KV_HEADS,
     MASK,
     SIZE,
-    attended,
     head_of_target,
     hidden_states,
     rms,
-    rotate,
+    self_attention,
+    swiglu,
 )
 from tests.algorithms.drafters import DEEP_TARGET as TARGET
 from tests.algorithms.tiny_folders import write_json
@@ -56,6 +56,8 @@ class Head:
     """Tensors that repeat the target's."""
     mask_shape: tuple[int, ...] | None = None
     prefix: str = ""
+    is_first: bool = False
+    """EAGLE, whose layer reads a projection of embedding and feature and has one norm."""
     added: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -67,6 +69,11 @@ class Head:
         return len(self.hidden_states)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        if self.is_first:
+            layer = {key: shape for key, shape in self._layer(1).items() if key != "input_layernorm"}
+            shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "fc.bias": (HIDDEN,)}
+            shapes |= {f"{name}.weight": (VOCAB, HIDDEN) for name in self.own}
+            return shapes | {f"layers.0.{key}.weight": shape for key, shape in layer.items()}
         shapes = {"fc.weight": (HIDDEN, self.features * HIDDEN), "norm.weight": (HIDDEN,)}
         if self.feature_norm == "joint":
             shapes["input_norm.weight"] = (self.features * HIDDEN,)
@@ -94,12 +101,13 @@ class Head:
         generator, tensors = torch.Generator().manual_seed(seed), dict(self.added)
         for name, shape in self.shapes().items():
             noise = torch.randn(shape, generator=generator)
-            gain = 0.3 if "embed_tokens" in name else 1.5 * shape[-1] ** -0.5
+            # Without norms in front of it, a layer amplifies what it reads.
+            gain = 0.3 if "embed_tokens" in name else (0.7 if self.is_first else 1.5) * shape[-1] ** -0.5
             is_norm = len(shape) == 1
             tensors[name] = 1 + 0.2 * noise if is_norm else gain * noise
         if self.mask_shape:
             tensors["mask_hidden"] = torch.randn(self.mask_shape, generator=generator)
-        if self.raw_logits:
+        if self.raw_logits and not self.is_first:
             tensors["norm.weight"].fill_(1)
         target = {"embed_tokens": TARGET.model.model.embed_tokens.weight, "lm_head": head_of_target()}
         tensors |= {f"{name}.weight": target[name].clone() for name in self.copies}
@@ -122,6 +130,8 @@ class OriginalHead:
 
     def fuse(self, features: Tensor) -> Tensor:
         """`features [T, n * hidden]` to [T, hidden]."""
+        if self.shape.is_first:
+            return features
         if self.shape.feature_norm == "joint":
             features = rms(features, self.w["input_norm.weight"])
         if self.shape.feature_norm == "each":
@@ -132,29 +142,22 @@ class OriginalHead:
     def layers(self, embedded: Tensor, features: Tensor, at: Tensor, seen: Tensor) -> Tensor:
         """The stream after all layers, of rows at positions `at`; row i sees row j where `seen[i, j]`."""
         w = self.layer(self.shape.first)
+        if self.shape.is_first:
+            x = torch.cat([embedded, features], -1) @ self.w["fc.weight"].T + self.w["fc.bias"]
+            x = x + self_attention(w, x, at, seen)
+            return x + swiglu(w, rms(x, w["post_attention_layernorm.weight"]))
         normed = rms(features, w["hidden_norm.weight"])
         both = torch.cat([rms(embedded, w["input_layernorm.weight"]), normed], -1)
-        x = (normed if self.shape.normed_residual else features) + self.attention(w, both, at, seen)
-        x = x + self.mlp(w, rms(x, w["post_attention_layernorm.weight"]))
+        x = (normed if self.shape.normed_residual else features) + self_attention(w, both, at, seen)
+        x = x + swiglu(w, rms(x, w["post_attention_layernorm.weight"]))
         for index in range(1, self.shape.layers):
             w = self.layer(f"layers.{index}.")
-            x = x + self.attention(w, rms(x, w["input_layernorm.weight"]), at, seen)
-            x = x + self.mlp(w, rms(x, w["post_attention_layernorm.weight"]))
+            x = x + self_attention(w, rms(x, w["input_layernorm.weight"]), at, seen)
+            x = x + swiglu(w, rms(x, w["post_attention_layernorm.weight"]))
         return x
 
     def layer(self, prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): w for name, w in self.w.items() if name.startswith(prefix)}
-
-    def mlp(self, w: dict[str, Tensor], x: Tensor) -> Tensor:
-        gate, up = (x @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
-
-    def attention(self, w: dict[str, Tensor], x: Tensor, at: Tensor, seen: Tensor) -> Tensor:
-        q, k, v = ((x @ w[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, SIZE) for name in "qkv")
-        if self.shape.qk_norm:
-            q, k = rms(q, w["self_attn.q_norm.weight"]), rms(k, w["self_attn.k_norm.weight"])
-        q, k = rotate(q, at), rotate(k, at)
-        return attended(q, k, v, seen) @ w["self_attn.o_proj.weight"].T
 
     def logits(self, text: list[int], drafts: list[int]) -> Tensor:
         """[D, V]: logits of the first D drafts after `text`, each after the `drafts` before it; -inf for ids that the
@@ -194,12 +197,11 @@ class OriginalHead:
         stream = self.layers(embedded, torch.cat([features, mask]), anchor + depths, seen)
         return stream[count - 1 :]
 
-    def chain(self, text: list[int], length: int) -> list[int]:
-        """The most likely drafts."""
-        drafts: list[int] = []
-        for _ in range(length):
-            drafts.append(int(self.logits(text, [*drafts, 0])[-1].argmax()))
-        return drafts
+
+def eagle(own: tuple[str, ...]) -> Head:
+    """github.com/SafeAILab/EAGLE; `bias` is absent from most configs and then true."""
+    config = {key: value for key, value in LLAMA.items() if key != "layer_types"} | {"num_hidden_layers": 1}
+    return Head(config, (CONFIG.num_layers,), own=own, raw_logits=True, is_first=True)
 
 
 def deepspec(own: tuple[str, ...] = (), **keys: Any) -> Head:
@@ -319,4 +321,4 @@ ONE_PASS = {
     "aws peagle": renamed_peagle("ptd_token_id"),
     "nvidia peagle": renamed_peagle("pard_token", prefix="model.", mask_token_id=MASK),
 }
-HEADS_BY_NAME = CHAINS | ONE_PASS
+HEADS_BY_NAME = CHAINS | ONE_PASS | {"eagle": eagle(()), "eagle own": eagle(("embed_tokens",))}

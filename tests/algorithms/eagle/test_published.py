@@ -1,4 +1,4 @@
-"""Chain heads in the layouts of their writers draft through the engine what their equations say."""
+"""Heads in the layouts of their writers draft through the engine what their equations say."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from algorithms.eagle.drafting import Eagle3, PEagle
+from algorithms.algorithm import Algorithm, Batch, DraftTree
+from algorithms.attention.paged_attention import PagedMixer
+from algorithms.drafting.tree_drafter import RunLevel, TreeDrafter
+from algorithms.eagle.drafting import Eagle, Eagle3, PEagle
 from algorithms.eagle.loading import load_eagle
-from tests.algorithms.dflash.test_published import Recorded, greedy, path_to
 from tests.algorithms.drafters import DEEP_TARGET as TARGET
 from tests.algorithms.eagle.published import (
     CHAINS,
@@ -24,68 +27,86 @@ from tests.algorithms.eagle.published import (
     specforge_peagle,
     speculators,
 )
+from tests.algorithms.recorded import Recorded, check_chains, check_distributions, check_kernels, check_trees, drafted
 from tests.algorithms.tiny_folders import change_weights, edit_json, refusal
 from tests.algorithms.toy import DEEP_CONFIG as CONFIG
-from tests.algorithms.toy import Setup, changed, requests, run
+from tests.algorithms.toy import Setup, engine_of, requests, run
 
 TEMPERATURE, STEPS = 0.7, 4
+EAGER = Setup(max_batch=2, page_size=4)
 
 
-@pytest.fixture(params=list(HEADS_BY_NAME))
-def head(request: pytest.FixtureRequest) -> Head:
-    return HEADS_BY_NAME[request.param]
-
-
-def drafter(head: Head, folder: Path, **config: Any) -> Eagle3:
+def drafter(head: Head, folder: Path, **config: Any) -> Algorithm:
     if not head.in_one_pass:
-        return Eagle3(Eagle3.Config(steps=STEPS, **config), TARGET, str(folder))
+        kind = Eagle if head.is_first else Eagle3
+        return kind(kind.Config(steps=STEPS, **config), TARGET, str(folder))
     names_none = head.config["architectures"] == ["PEagleDraftModel"]
     token = MASK if names_none else None
     return PEagle(PEagle.Config(steps=STEPS, mask_token=token, **config), TARGET, str(folder))
 
 
-def drafted(head: Head, folder: Path, temperature: float, setup: Setup, **config: Any) -> Recorded:
-    """Serve requests of unequal prompts; greedy outputs are the target's own."""
-    algorithm = drafter(head, folder, **config)
-    recorded = Recorded(algorithm)
-    asked = [changed(request, temperature=temperature) for request in requests(4, max_new_tokens=5)]
-    completions = run(algorithm, asked, setup, TARGET).completions
-    if temperature == 0:
-        assert [c.token_ids for c in completions] == greedy()
-    assert len(recorded.drafts) > 10
-    return recorded
-
-
-def test_greedy_chains(tmp_path: Path, head: Head) -> None:
-    setup = Setup(max_batch=2, page_size=1, graph="step")
+@pytest.mark.parametrize("name", ["eagle", "deepspec", "specforge new true", "speculators default", "nvidia peagle"])
+def test_greedy_chains(tmp_path: Path, name: str) -> None:
+    """Of every way to draft; how each layout is read shows in what is sampled from it."""
+    head, setup = HEADS_BY_NAME[name], Setup(max_batch=2, page_size=1, graph="step")
     original = OriginalHead(head, head.write(tmp_path))
-    for text, tokens, *_ in drafted(head, tmp_path, 0.0, setup).drafts[::3]:
-        if len(text) > 1:  # padding rows of captured steps have no text
-            assert tokens[1:] == original.chain(text, STEPS)
+    check_chains(drafted(drafter(head, tmp_path), TARGET, setup), original)
 
 
-def test_the_distribution_of_a_sampled_chain(tmp_path: Path, head: Head) -> None:
-    """What each draft was sampled from is the original's distribution after the drafts before it."""
+@pytest.mark.parametrize("name", HEADS_BY_NAME)
+def test_the_distribution_of_a_sampled_chain(tmp_path: Path, name: str) -> None:
+    head = HEADS_BY_NAME[name]
     original = OriginalHead(head, head.write(tmp_path))
-    recorded = drafted(head, tmp_path, TEMPERATURE, Setup(max_batch=2, page_size=4), draft_sampling="sample")
-    for text, tokens, _, probs, _ in recorded.drafts[::3]:
-        assert probs is not None and len(tokens) == STEPS + 1
-        expected = (original.logits(text, tokens[1:]) / TEMPERATURE).softmax(-1)
-        torch.testing.assert_close(probs.double(), expected, atol=2e-5, rtol=1e-3)
+    drafts = drafted(drafter(head, tmp_path, draft_sampling="sample"), TARGET, EAGER, TEMPERATURE)
+    check_distributions(drafts, original, TEMPERATURE)
 
 
 @pytest.mark.parametrize("name", ["deepspec", "speculators default", "speculators peagle", "aws peagle"])
 def test_trees(tmp_path: Path, name: str) -> None:
-    """The probability of each path is the product of the original's along it."""
     head = HEADS_BY_NAME[name]
     original = OriginalHead(head, head.write(tmp_path))
-    recorded = drafted(head, tmp_path, 0.0, Setup(max_batch=2, page_size=4), topk=3, num_nodes=10)
-    for text, tokens, parents, _, probs in recorded.drafts[::4]:
-        assert probs is not None
-        for node in range(1, len(tokens)):
-            path = path_to(node, tokens, parents)
-            shares = original.logits(text, path).softmax(-1)[torch.arange(len(path)), path]
-            assert float(probs[node]) == pytest.approx(float(shares.prod()), rel=1e-3)
+    check_trees(drafted(drafter(head, tmp_path, topk=3, num_nodes=10), TARGET, EAGER, every=4), original)
+
+
+class SpiedTree:
+    """A `TreeDrafter` that keeps what every level of its first tree was given and gave."""
+
+    def __init__(self, drafter: TreeDrafter) -> None:
+        self._drafter = drafter
+        self.levels: list[tuple[list[int], list[int], Tensor]] = []
+        self.text: list[int] = []
+
+    def tree(self, batch: Batch, logits: Tensor, run_level: RunLevel) -> DraftTree:
+        first = not self.text
+        if first:
+            self.text = batch.history[0, : int(batch.lengths[0]) + 1].tolist()
+
+        def spied(tokens: Tensor, parents: Tensor | None, mixer: PagedMixer) -> Tensor:
+            result = run_level(tokens, parents, mixer)
+            if first:
+                above = [0] * tokens.shape[1] if parents is None else parents[0].tolist()
+                self.levels.append((tokens[0].tolist(), above, result[0].clone()))
+            return result
+
+        return self._drafter.tree(batch, logits, spied)
+
+
+def test_tokens_of_wide_trees_see_their_paths_alone(tmp_path: Path) -> None:
+    """The logits of every token of the last level, stored at slot 64 and above, are those of its path as a chain."""
+    head = CHAINS["deepspec"]
+    original = OriginalHead(head, head.write(tmp_path))
+    algorithm = Eagle3(Eagle3.Config(steps=6, topk=16, num_nodes=40), TARGET, str(tmp_path))
+    engine = engine_of(algorithm, Setup(max_batch=1, page_size=8, max_length=32), TARGET)
+    spy = algorithm._tree = SpiedTree(algorithm._tree)  # type: ignore[assignment]
+    engine.generate(requests(1, max_new_tokens=1))
+    assert len(spy.levels) == 5
+    tokens, _, logits = spy.levels[-1]
+    for column in range(len(tokens)):
+        path, at = [], column
+        for level, above, _ in reversed(spy.levels):
+            path, at = [level[at], *path], above[at]
+        found = original.logits(spy.text, [*path, 0])[-1]
+        torch.testing.assert_close(logits[column].double(), found, atol=1e-4, rtol=1e-4)
 
 
 def test_path_probabilities_of_a_chain_in_one_pass(tmp_path: Path) -> None:
@@ -104,15 +125,8 @@ def test_path_probabilities_of_a_chain_in_one_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "fused"), [("speculators peagle normed", False), ("aws peagle", True)])
 def test_the_kernels_draft_the_same(tmp_path: Path, name: str, fused: bool) -> None:
-    head = ONE_PASS[name]
-    head.write(tmp_path)
-    drafts = []
-    for setup in (Setup(impl="triton", max_batch=2, fused=fused), Setup(max_batch=2)):
-        algorithm = drafter(head, tmp_path)
-        recorded = Recorded(algorithm)
-        run(algorithm, requests(2, max_new_tokens=2), setup, TARGET)
-        drafts.append([(text, tokens) for text, tokens, *_ in recorded.drafts])
-    assert drafts[0] == drafts[1]
+    ONE_PASS[name].write(tmp_path)
+    check_kernels(lambda: drafter(ONE_PASS[name], tmp_path), TARGET, fused=fused)
 
 
 def test_few_nodes_are_the_first_of_all(tmp_path: Path) -> None:
@@ -124,8 +138,7 @@ def test_few_nodes_are_the_first_of_all(tmp_path: Path) -> None:
         propose_few = algorithm.propose_few
         algorithm.propose = lambda batch, few=propose_few: few(batch, 3)  # type: ignore[method-assign]
         algorithm.num_nodes, algorithm.max_depth = 3, 2
-        completions = run(algorithm, requests(4, max_new_tokens=5), Setup(page_size=4), TARGET).completions
-        assert [c.token_ids for c in completions] == greedy()
+        drafted(algorithm, TARGET, Setup(page_size=4))
 
 
 @pytest.mark.parametrize("own", [(), ("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])

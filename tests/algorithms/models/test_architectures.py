@@ -10,12 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from algorithms.dflash.model import DFlashDrafter
 from algorithms.models.architectures import ARCHITECTURES
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import load_target
-from tests.algorithms.tiny_folders import change_weights, randomise, refusal, small_config, write_target
-from tests.algorithms.toy import Setup, answers, requests
+from tests.algorithms.tiny_folders import (
+    change_weights,
+    randomise,
+    refusal,
+    small_config,
+    small_dflash_config,
+    write_target,
+)
+from tests.algorithms.toy import Setup, autoregressive, requests, run
 
 TOLERANCE = 1e-4
 LENGTH = 21
@@ -87,7 +95,20 @@ YARN = {
         "mscale_all_dim": 0.9,
     }
 }
+ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OPTIONS = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 0.8, "mscale_all_dim": 1.3, "truncate": False}
+ROPES: dict[str, dict[str, Any]] = {
+    "qwen3 yarn rope": ROPE,
+    "llama yarn rope with options": ROPE | OPTIONS,
+    "qwen3 yarn rope with an attention factor": ROPE | {"attention_factor": 1.7},
+    "llama yarn rope whose ramp ends past the last pair": ROPE | {"rope_theta": 1.7},
+    "llama rope of llama3": ROPE | LLAMA3,
+    "llama linear rope": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5},
+    "llama dynamic rope": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+}
 MODELS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
+    **{name: ({"rope_parameters": rope, "num_key_value_heads": 1 + len(name) % 2}, ()) for name, rope in ROPES.items()},
     "llama": ({}, ()),
     "llama biases": ({"attention_bias": True, "mlp_bias": True}, ()),
     "mistral": ({"sliding_window": 6}, (6,) * 4),
@@ -97,6 +118,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
     "qwen2 window behind the last layer": ({**SLIDING, "max_window_layers": 28}, ()),
     "qwen2 layer types": ({**SLIDING, "layer_types": ALTERNATING}, (5, None, 5, None)),
     "qwen3": ({"attention_bias": True}, ()),
+    "qwen3 heads of its own": ({"num_key_value_heads": 4, "tie_word_embeddings": True}, ()),
     "glm4": (GLM, ()),
     "glm4 rotary": ({**GLM, "partial_rotary_factor": 0.25, "attention_bias": False}, ()),
     "qwen3_5_text": ({**LINEAR, "layer_types": HYBRID}, ()),
@@ -114,6 +136,8 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
     "glm4_moe_lite": ({**LATENT, **EXPERTS, "first_k_dense_replace": None}, ()),
     "qwen3 layer types": ({**SLIDING, "layer_types": ALTERNATING}, (5, None, 5, None)),
 }
+
+PAGE_SIZES = {name: (1, 4, 16)[number % 3] for number, name in enumerate(MODELS)}
 
 
 def theirs(model_type: str, **keys: Any) -> Any:
@@ -141,6 +165,8 @@ def theirs(model_type: str, **keys: Any) -> Any:
 @pytest.mark.parametrize("name", list(MODELS))
 @torch.no_grad()
 def test_architectures_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    """A saved folder: what its config means and is written as, the hidden states and logits of the model, and the
+    output of the engine with its log-probabilities. Texts are several windows long, pages smaller."""
     keys, windows = MODELS[name]
     model = theirs(name.split()[0], **keys)
     config = DecoderConfig.from_hf(model.config.to_dict())
@@ -148,42 +174,63 @@ def test_architectures_agree_with_transformers(name: str, tmp_path: Path) -> Non
     if "layer_types" not in keys:  # which transformers adds; older folders have none
         stored = {key: value for key, value in model.config.to_dict().items() if key != "layer_types"}
         assert DecoderConfig.from_hf(stored).sliding_windows == windows
-    model.save_pretrained(tmp_path)
-    ours = load_target(tmp_path, "cpu", torch.float32).model
-    tokens = torch.randint(0, 61, (2, LENGTH), generator=torch.Generator().manual_seed(4))
-    hidden, _ = ours(tokens, DenseMixer(config, LENGTH, "cpu"))
-    expected = model(tokens).logits
-    assert expected.std() > 0.5 and (ours.logits(hidden) - expected).abs().max() < TOLERANCE
-
-
-@pytest.mark.parametrize("name", list(MODELS))
-@torch.no_grad()
-def test_the_engine_writes_what_transformers_writes(name: str, tmp_path: Path) -> None:
-    """The most likely token at each place, from a saved folder; texts are several windows long, pages smaller."""
-    keys, _ = MODELS[name]
-    model = theirs(name.split()[0], **keys)
+    check_written(config)
     model.save_pretrained(tmp_path)
     target = load_target(tmp_path, "cpu", torch.float32)
-    asked = [request for request in requests(4, max_new_tokens=16) if len(request.prompt_ids) > 2]
-    for request, written in zip(asked, answers(asked, Setup(page_size=4), target), strict=True):
-        text = torch.tensor([[*request.prompt_ids, *written]])
-        logits = model(text).logits[0, len(request.prompt_ids) - 1 : -1]
+    tokens, layers = torch.randint(0, 61, (2, LENGTH), generator=torch.Generator().manual_seed(4)), (2, 0)
+    hidden, features = target.model(tokens, DenseMixer(config, LENGTH, "cpu"), layers)
+    expected = model(tokens, output_hidden_states=True)
+    assert expected.logits.std() > 0.5 and (target.model.logits(hidden) - expected.logits).abs().max() < TOLERANCE
+    for layer, feature in zip(layers, features, strict=True):
+        assert (feature - expected.hidden_states[layer + 1]).abs().max() < TOLERANCE, layer
+    asked = [request for request in requests(4, max_new_tokens=12, logprobs=True) if len(request.prompt_ids) > 2]
+    completions = run(autoregressive(target), asked, Setup(page_size=PAGE_SIZES[name]), target).completions
+    for request, completion in zip(asked, completions, strict=True):
+        text = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
+        logits = model(text).logits[0, len(request.prompt_ids) - 1 : -1].log_softmax(-1)
         chosen = logits.gather(1, text[0, len(request.prompt_ids) :, None])[:, 0]
         # Of two tokens within rounding of each other either may be written.
-        assert len(written) == 16 and (logits.max(1).values - chosen).max() < TOLERANCE
+        assert len(completion.token_ids) == 12 and (logits.max(1).values - chosen).max() < TOLERANCE
+        assert completion.logprobs == pytest.approx(chosen.tolist(), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_configs_are_written_as_transformers_reads_them(name: str) -> None:
+def check_written(config: DecoderConfig) -> None:
+    """Configs are written as transformers reads them."""
     from transformers import AutoConfig
 
-    keys, _ = MODELS[name]
-    config = DecoderConfig.from_hf(theirs(name.split()[0], **keys).config.to_dict())
     written = config.to_hf()
     read = AutoConfig.for_model(**written)
-    assert DecoderConfig.from_hf(written) == config
-    assert DecoderConfig.from_hf(read.to_dict()) == config
+    assert DecoderConfig.from_hf(written) == config == DecoderConfig.from_hf(read.to_dict())
     assert read.architectures == [ARCHITECTURES[config.architecture].hf_class]
+
+
+@torch.no_grad()
+def test_dflash_reads_what_transformers_calls_hidden_states(tmp_path: Path) -> None:
+    """z-lab's code takes `hidden_states[layer + 1]`, which for the last layer stands behind the final norm."""
+    model, layers = theirs("qwen3"), (3, 1)
+    model.save_pretrained(tmp_path)
+    target = load_target(tmp_path, "cpu", torch.float32)
+    drafter = DFlashDrafter(small_dflash_config(target.config, target_layer_ids=layers)).requires_grad_(False)
+    randomise(drafter, seed=2)
+    tokens = torch.arange(9)[None]
+    hidden, features = target.model(tokens, DenseMixer(target.config, 9, "cpu"), layers)
+    states = model(tokens, output_hidden_states=True).hidden_states
+    wanted = drafter.hidden_norm(drafter.fc(torch.cat([states[layer + 1] for layer in layers], -1)))
+    torch.testing.assert_close(drafter.context(features, hidden), wanted, atol=TOLERANCE, rtol=1e-4)
+    assert (states[4] - features[0]).abs().max() > 0.1, "the norm makes no difference"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@torch.no_grad()
+def test_transformers_loads_what_the_toolkit_writes(tmp_path: Path, architecture: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = small_config(architecture, tie_word_embeddings=True, rope_theta=1e6)
+    ours = write_target(tmp_path, config)
+    tokens = torch.randint(0, config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(4))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    logits = ours.logits(ours(tokens, DenseMixer(config, 9, "cpu"))[0])
+    assert (logits - model(tokens).logits).abs().max() < TOLERANCE
 
 
 def test_every_option_has_a_key_in_the_architecture_of_this_toolkit(tmp_path: Path) -> None:
@@ -228,6 +275,26 @@ def test_shapes_that_an_architecture_cannot_have_are_not_written(
 def test_unknown_architectures_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="model_type 'mamba' is not supported, expected one of .*'mistral', 'qwen2'"):
         small_config("mamba")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "said"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "expected 1 to 6 experts, got 7"),
+        ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported, expected 'sigmoid'"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        ("deepseek_v3", {"n_group": 3}, "expected a divisor of 8 experts"),
+        ("glm4_moe", {"mlp_layer_types": ["dense", "linear"]}, "mlp_layer_types: expected 4 of"),
+        ("qwen3_next", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+        ("deepseek_v3", {"kv_lora_rank": 40}, "expected multiples of 16"),
+    ],
+)
+def test_what_is_not_supported_is_named(model_type: str, keys: dict[str, Any], said: str) -> None:
+    """Before weights are read."""
+    config = theirs(model_type, **MODELS[model_type][0]).config.to_dict() | keys
+    with pytest.raises(ValueError, match=said):
+        DecoderConfig.from_hf({key: value for key, value in config.items() if value is not None})
 
 
 def test_grouped_projections_of_another_size_are_refused(tmp_path: Path) -> None:

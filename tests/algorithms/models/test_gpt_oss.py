@@ -20,9 +20,10 @@ from algorithms.models.experts.module import PackedExpertTensors
 from algorithms.models.folder import ModelError
 from algorithms.models.loading import Target, load_target, read_target
 from specdec_kernels.experts import reference
+from tests.algorithms.layer_kinds import check_drafts
 from tests.algorithms.models.test_architectures import GPT_OSS, GPT_OSS_YARN, theirs
 from tests.algorithms.tiny_folders import edit_json, small_config, small_dflash_config
-from tests.algorithms.toy import Scripted, Setup, autoregressive, engine_of, randomise, requests, run
+from tests.algorithms.toy import Setup, autoregressive, engine_of, randomise, requests
 
 LENGTH, TOLERANCE = 21, 1e-4
 QUANTISED = {
@@ -111,24 +112,18 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "name"), [*(("packed", name) for name in SETUPS), ("dense", "pages of one")])
+@pytest.mark.parametrize(
+    ("layout", "name"), [("packed", "captured, chunks"), ("packed", "kernels"), ("dense", "pages of one")]
+)
 def test_drafts_do_not_change_the_text(folder: Path, monkeypatch: pytest.MonkeyPatch, layout: str, name: str) -> None:
     """Chains, trees and look-ups; contexts are longer than the windows."""
     target, setup = load_target(folder / layout, "cpu", torch.float32), SETUPS[name]
-    count, tokens = (1, 2) if name == "kernels" else (3, 10)
-    asked = requests(count, max_new_tokens=tokens)
-    alone = [c.token_ids for c in run(autoregressive(target), asked, setup, target).completions]
-    scripts = [[*request.prompt_ids, *written] for request, written in zip(asked, alone, strict=True)]
-    decoys = (True,) if name == "kernels" else (False, True)
-    drafted: list[Any] = [
-        Scripted(scripts, 4, lambda at, depth: (at * 7 + depth * 3) % 5 != 0, each) for each in decoys
-    ]
-    if name != "kernels":
-        monkeypatch.setattr("algorithms.dflash.loading.load_dflash", lambda *_: drafter_of(target))
-        drafted += [DFlash(DFlash.Config(**shape), target, "random") for shape in ({}, dict(topk=2, num_nodes=9))]
-        drafted.append(NGram(NGram.Config(), target, None))
-    for algorithm in drafted:
-        assert [c.token_ids for c in run(algorithm, asked, setup, target).completions] == alone
+    if name == "kernels":
+        check_drafts(target, requests(1, max_new_tokens=2), setup, decoys=(True,))
+        return
+    monkeypatch.setattr("algorithms.dflash.loading.load_dflash", lambda *_: drafter_of(target))
+    drafters = [DFlash(DFlash.Config(topk=2, num_nodes=9), target, "random"), NGram(NGram.Config(), target, None)]
+    check_drafts(target, requests(3, max_new_tokens=8), setup, drafters)
 
 
 def drafter_of(target: Target) -> DFlashDrafter:

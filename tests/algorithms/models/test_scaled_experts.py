@@ -19,11 +19,10 @@ from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.experts.scaled import MATRICES, ScaledExpertTensors
 from algorithms.models.loading import load_target
 from algorithms.models.scaled_linear import ScaledLinear, quantised_blocks
-from tests.algorithms.layer_kinds import EXPERTS, GROUPED, KINDS, LATENT
+from tests.algorithms.layer_kinds import EXPERTS, GROUPED, KINDS, LATENT, check_drafts
 from tests.algorithms.scaled_folders import CONFIGS, by_rows, dequantised
-from tests.algorithms.test_layer_kinds import check_text
 from tests.algorithms.tiny_folders import change_weights, refusal, small_config, write_json, write_target, write_weights
-from tests.algorithms.toy import Scripted, Setup, answers, requests, run
+from tests.algorithms.toy import Setup, requests
 
 WIDE = replace(EXPERTS, width=160)
 TARGETS: dict[str, dict[str, Any]] = {
@@ -134,13 +133,7 @@ def test_the_gate_of_a_shared_expert_stays(tmp_path: Path) -> None:
 def test_drafts_do_not_change_the_output(tmp_path: Path, kind: str) -> None:
     write_folders(tmp_path, kind, "blocks")
     target = load_target(tmp_path / "float8", "cpu", torch.float32)
-    asked, setup = requests(3, max_new_tokens=8), Setup(page_size=4, max_batch=2)
-    alone = answers(asked, setup, target)
-    for request, written in zip(asked, alone, strict=True):
-        check_text(target, request, written)
-    scripts = [[*request.prompt_ids, *written] for request, written in zip(asked, alone, strict=True)]
-    drafter = Scripted(scripts, 3, lambda at, depth: (at * 7 + depth * 3) % 4 != 0, True)
-    assert [c.token_ids for c in run(drafter, asked, setup, target).completions] == alone
+    check_drafts(target, requests(3, max_new_tokens=8), Setup(page_size=4, max_batch=2), decoys=(True,))
 
 
 def test_what_experts_lack_is_named(tmp_path: Path) -> None:

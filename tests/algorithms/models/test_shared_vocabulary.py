@@ -79,7 +79,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Target, P
     return target, draft, home / "other"
 
 
-def asked_of(count: int, new_tokens: int = 16, **changes: Any) -> list[Any]:
+def asked_of(count: int, new_tokens: int = 10, **changes: Any) -> list[Any]:
     return requests(count, max_new_tokens=new_tokens, **changes)
 
 
@@ -131,7 +131,9 @@ def test_sampled_drafts_follow_the_targets_distribution(
     algorithm = load_algorithm("standalone", target, other, vocabulary="intersection", steps=2, **settings)
     (first,) = asked_of(1, 2, temperature=0.7, top_k=5)
     asked = [changed(first, id=seed, seed=seed) for seed in range(1000)]
-    counts = Counter(tuple(c.token_ids) for c in run(algorithm, asked, Setup(max_batch=500), target).completions)
+    counts = Counter(
+        tuple(c.token_ids) for c in run(algorithm, asked, Setup(max_batch=500, prefill_tile=4), target).completions
+    )
 
     def following(text: list[int]) -> dict[int, float]:
         hidden, _ = target.model(torch.tensor([text]), DenseMixer(target.config, len(text), "cpu"))

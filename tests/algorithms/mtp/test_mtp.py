@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from algorithms.mtp.config import BY_MODEL_TYPE, MTPConfig
 from algorithms.mtp.drafting import MTP
 from algorithms.mtp.loading import load_mtp
 from algorithms.mtp.model import MTPHead
-from tests.algorithms.dflash.published import DECODER, EPS, SIZE, attended, rms, rotate
-from tests.algorithms.dflash.test_published import Recorded
+from tests.algorithms.dflash.published import DECODER, EPS, rms, self_attention, swiglu
 from tests.algorithms.drafters import TARGET
+from tests.algorithms.recorded import check_chains, check_distributions, check_kernels, check_trees, drafted
 from tests.algorithms.tiny_folders import (
     change_weights,
     edit_json,
@@ -34,9 +33,10 @@ from tests.algorithms.tiny_folders import (
     write_target,
     write_weights,
 )
-from tests.algorithms.toy import CONFIG, Setup, answers, changed, requests, run, tokens_along
+from tests.algorithms.toy import CONFIG, Setup, answers, changed, requests, run
 
 TEMPERATURE, STEPS = 0.7, 4
+EAGER = Setup(max_batch=2, page_size=4)
 MIMO = replace(CONFIG, architecture="mimo", qk_norm=False, qkv_bias=True)
 PREFIX = "model.mtp_layers."
 
@@ -111,28 +111,9 @@ class Original:
     def layer(self, w: dict[str, Tensor], embedded: Tensor, features: Tensor) -> Tensor:
         halves = [rms(embedded, w["token_layernorm.weight"]), rms(features, w["hidden_layernorm.weight"])]
         x = torch.cat(halves[::-1] if self.hidden_first else halves, -1) @ w["input_proj.weight"].T
-        x = x + self.attention(w, rms(x, w["input_layernorm.weight"]))
-        y = rms(x, w["post_attention_layernorm.weight"])
-        gate, up = (y @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return x + (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
-
-    def attention(self, w: dict[str, Tensor], x: Tensor) -> Tensor:
         at = torch.arange(len(x))
-        projected = {name: x @ w[f"self_attn.{name}_proj.weight"].T for name in "qkv"}
-        q, k, v = (
-            (each + w.get(f"self_attn.{name}_proj.bias", torch.zeros(()))).view(len(x), -1, SIZE)
-            for name, each in projected.items()
-        )
-        if "self_attn.q_norm.weight" in w:
-            q, k = rms(q, w["self_attn.q_norm.weight"]), rms(k, w["self_attn.k_norm.weight"])
-        return attended(rotate(q, at), rotate(k, at), v, at <= at[:, None]) @ w["self_attn.o_proj.weight"].T
-
-    def chain(self, text: list[int], length: int) -> list[int]:
-        """The most likely drafts."""
-        drafts: list[int] = []
-        for _ in range(length):
-            drafts.append(int(self.logits(text, [*drafts, 0])[-1].argmax()))
-        return drafts
+        x = x + self_attention(w, rms(x, w["input_layernorm.weight"]), at, at <= at[:, None])
+        return x + swiglu(w, rms(x, w["post_attention_layernorm.weight"]))
 
 
 @pytest.fixture(scope="module")
@@ -165,57 +146,28 @@ def of_speculators(mimo: Target, folder: Path) -> Any:
 CASES = [own_folder, raw_streams, two_layers, of_speculators]
 
 
-@cache
-def expected(target: Target) -> list[list[int]]:
-    return answers(requests(4, max_new_tokens=7), Setup(backend="torch", max_batch=1), target)
-
-
-def drafted(target: Target, path: str | None, temperature: float, setup: Setup, **config: Any) -> Recorded:
-    """Serve requests of unequal prompts; outputs are the target's own."""
-    algorithm = MTP(MTP.Config(steps=STEPS, **config), target, path)
-    recorded = Recorded(algorithm)
-    asked = [changed(request, temperature=temperature) for request in requests(4, max_new_tokens=7)]
-    completions = run(algorithm, asked, setup, target).completions
-    if temperature == 0:
-        assert [c.token_ids for c in completions] == expected(target)
-    assert len(recorded.drafts) > 10
-    return recorded
+def made(target: Target, path: str | None, **config: Any) -> MTP:
+    return MTP(MTP.Config(steps=STEPS, **config), target, path)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("setup", [Setup(max_batch=2, page_size=4), Setup(max_batch=3, page_size=1, graph="step")])
-def test_greedy_chains(tmp_path: Path, mimo: Target, case: Case, setup: Setup) -> None:
+def test_greedy_chains(tmp_path: Path, mimo: Target, case: Case) -> None:
     target, path, original, config = case(mimo, tmp_path)
-    for text, tokens, *_ in drafted(target, path, 0.0, setup, **config).drafts[::3]:
-        if len(text) > 1:  # padding rows of captured steps have no text
-            assert tokens[1:] == original.chain(text, STEPS)
+    setup = Setup(max_batch=3, page_size=1, graph="step")
+    check_chains(drafted(made(target, path, **config), target, setup), original)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_distribution_of_a_sampled_chain(tmp_path: Path, mimo: Target, case: Case) -> None:
-    """What each draft was sampled from is the original's distribution after the drafts before it."""
     target, path, original, config = case(mimo, tmp_path)
-    setup = Setup(max_batch=2, page_size=4)
-    recorded = drafted(target, path, TEMPERATURE, setup, draft_sampling="sample", **config)
-    for text, tokens, _, probs, _ in recorded.drafts[::3]:
-        if len(text) > 1:
-            assert probs is not None
-            said = (original.logits(text, tokens[1:]) / TEMPERATURE).softmax(-1)
-            torch.testing.assert_close(probs.double(), said, atol=2e-5, rtol=1e-3)
+    drafts = drafted(made(target, path, draft_sampling="sample", **config), target, EAGER, TEMPERATURE)
+    check_distributions(drafts, original, TEMPERATURE)
 
 
 @pytest.mark.parametrize("case", [own_folder, two_layers])
 def test_trees(tmp_path: Path, mimo: Target, case: Case) -> None:
-    """The probability of each path is the product of the original's along it."""
     target, path, original, config = case(mimo, tmp_path)
-    recorded = drafted(target, path, 0.0, Setup(max_batch=2, page_size=4), topk=3, num_nodes=10, **config)
-    for text, tokens, parents, _, probs in recorded.drafts[::4]:
-        assert probs is not None
-        for node in range(1, len(tokens)):
-            along = tokens_along(tokens, parents, node)
-            if len(text) > 1:
-                shares = original.logits(text, along).softmax(-1)[torch.arange(len(along)), along]
-                assert float(probs[node]) == pytest.approx(float(shares.prod()), rel=1e-3)
+    check_trees(drafted(made(target, path, topk=3, num_nodes=10, **config), target, EAGER, every=4), original)
 
 
 def test_sampled_outputs_are_the_targets(mimo: Target) -> None:
@@ -228,13 +180,7 @@ def test_sampled_outputs_are_the_targets(mimo: Target) -> None:
 
 
 def test_the_kernels_draft_the_same(mimo: Target) -> None:
-    drafts = []
-    for impl in ("triton", "reference"):
-        algorithm = MTP(MTP.Config(steps=2), mimo, None)
-        recorded = Recorded(algorithm)
-        run(algorithm, requests(2, max_new_tokens=2), Setup(impl=impl, max_batch=2, fused=impl == "triton"), mimo)
-        drafts.append([(text, tokens) for text, tokens, *_ in recorded.drafts])
-    assert drafts[0] == drafts[1]
+    check_kernels(lambda: MTP(MTP.Config(steps=2), mimo, None), mimo, fused=True)
 
 
 def test_wrong_conventions_show(mimo: Target) -> None:
@@ -256,9 +202,7 @@ def test_norms_that_are_stored_as_differences(mimo: Target, monkeypatch: pytest.
     family = replace(BY_MODEL_TYPE["mimo"], norm_offset=1.0)
     monkeypatch.setitem(BY_MODEL_TYPE, "mimo", family)
     original = Original(mimo, mimo.path, PREFIX, hidden_first=True, norm_offset=1.0)
-    for text, tokens, *_ in drafted(mimo, None, 0.0, Setup()).drafts[::4]:
-        if len(text) > 1:
-            assert tokens[1:] == original.chain(text, STEPS)
+    check_chains(drafted(made(mimo, None), mimo, Setup()), original)
 
 
 def test_mimo_is_qwen2_with_layers_that_are_not_the_targets(mimo: Target) -> None:

@@ -18,12 +18,13 @@ from algorithms.models.loading import Target, load_target, read_target
 from algorithms.mtp.config import BY_MODEL_TYPE
 from algorithms.mtp.drafting import MTP
 from algorithms.mtp.loading import load_mtp, read_mtp
-from tests.algorithms.dflash.test_published import Recorded
 from tests.algorithms.models.test_architectures import EXPERTS, HYBRID, LATENT, LINEAR, NEXT, theirs
+from tests.algorithms.recorded import check_chains, check_distributions, check_kernels, check_trees, drafted
 from tests.algorithms.tiny_folders import change_weights, edit_json, randomise, refusal
-from tests.algorithms.toy import Setup, answers, changed, requests, run, tokens_along
+from tests.algorithms.toy import Setup
 
 STEPS, TEMPERATURE, LAYERS = 3, 0.8, 4
+EAGER = Setup(max_batch=2, page_size=4)
 SMALL: dict[str, Any] = {"hidden_size": 32, "vocab_size": 61}
 QWEN = {
     "fc": "fc", "embedding": "pre_fc_norm_embedding", "hidden": "pre_fc_norm_hidden", "norm": "norm",
@@ -142,65 +143,33 @@ def original(name: str) -> tuple[Original, Target]:
     return found, load_target(found.folder, "cpu", torch.float32)
 
 
-def drafted(target: Target, temperature: float, setup: Setup, **config: Any) -> Recorded:
-    """Serve requests of unequal prompts; outputs are the target's own."""
-    algorithm = MTP(MTP.Config(steps=STEPS, **config), target, None)
-    recorded = Recorded(algorithm)
-    asked = [changed(request, temperature=temperature) for request in requests(3, max_new_tokens=6)]
-    completions = run(algorithm, asked, setup, target).completions
-    if temperature == 0:
-        assert [c.token_ids for c in completions] == answers(asked, Setup(backend="torch", max_batch=1), target)
-    recorded.drafts = [draft for draft in recorded.drafts if len(draft[0]) > 1]  # rows of padding have no text
-    assert len(recorded.drafts) > 8
-    return recorded
+def made(target: Target, **config: Any) -> MTP:
+    return MTP(MTP.Config(steps=STEPS, **config), target, None)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ["Qwen3-Next", "GLM-4.5"])
 def test_greedy_chains(name: str) -> None:
-    """Every draft is the most likely one of the equations, or within rounding of it."""
     reference, target = original(name)
-    setup = Setup(max_batch=2, page_size=4, graph="step")
-    for text, tokens, *_ in drafted(target, 0.0, setup).drafts[::2]:
-        logits = reference.logits(text, tokens[1:])
-        chosen = logits.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-        assert (logits.max(1).values - chosen).max() < 1e-4 and logits.std() > 0.3
+    check_chains(drafted(made(target), target, Setup(max_batch=2, page_size=4, graph="step")), reference)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_the_distribution_of_a_sampled_chain(name: str) -> None:
     reference, target = original(name)
-    for text, tokens, _, probs, _ in drafted(
-        target, TEMPERATURE, Setup(max_batch=2, page_size=4), draft_sampling="sample"
-    ).drafts[::2]:
-        assert probs is not None
-        said = (reference.logits(text, tokens[1:]) / TEMPERATURE).softmax(-1)
-        torch.testing.assert_close(probs, said, atol=2e-5, rtol=1e-3)
+    drafts = drafted(made(target, draft_sampling="sample"), target, EAGER, TEMPERATURE)
+    check_distributions(drafts, reference, TEMPERATURE)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "DeepSeek-V3", "GLM-4.5"])
 def test_trees(name: str) -> None:
-    """The probability of each path is the product of those of the equations along it."""
     reference, target = original(name)
-    setup = Setup(max_batch=2, page_size=4)
-    for text, tokens, parents, _, probs in drafted(target, 0.0, setup, topk=3, num_nodes=9).drafts[::4]:
-        assert probs is not None
-        for node in range(1, len(tokens)):
-            along = tokens_along(tokens, parents, node)
-            shares = reference.logits(text, along).softmax(-1)[torch.arange(len(along)), along]
-            assert float(probs[node]) == pytest.approx(float(shares.prod()), rel=1e-3)
+    check_trees(drafted(made(target, topk=3, num_nodes=9), target, EAGER, every=5), reference)
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "DeepSeek-V3"])
 def test_the_kernels_draft_the_same(name: str) -> None:
     _, target = original(name)
-    drafts = []
-    for impl in ("triton", "reference"):
-        algorithm = MTP(MTP.Config(steps=2), target, None)
-        recorded = Recorded(algorithm)
-        asked = requests(2, max_new_tokens=2)
-        run(algorithm, asked, Setup(impl=impl, max_batch=2, fused=impl == "triton"), target)
-        drafts.append([(text, tokens) for text, tokens, *_ in recorded.drafts])
-    assert drafts[0] == drafts[1]
+    check_kernels(lambda: MTP(MTP.Config(steps=2), target, None), target, fused=True)
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,9 @@ from tests.algorithms.toy import (
     requests,
     run,
     scripts,
+    time_once,
 )
+from tests.programs import fork_server
 
 WORLD = 2
 ASKED = [changed(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=8)]
@@ -54,73 +55,92 @@ def eagle3_over(target: Target, texts: list[list[int]], **shape: int) -> Algorit
         return hinted(Eagle3(Eagle3.Config(**shape), target, "random"), texts)
 
 
-def _rank(rank: int, store: str, texts: list[list[int]], written: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+Outputs = list[tuple[list[int], list[int]]]
+"""Tokens and accepted drafts of each request."""
+
+
+def _outputs(algorithm: Algorithm, setup: Setup, target: Target) -> Outputs:
+    return [(c.token_ids, c.accepted_counts) for c in run(algorithm, ASKED, setup, target).completions]
+
+
+def _of_attention(rank: int, texts: list[list[int]]) -> list[Outputs]:
     whole = random_target()
     with torch.no_grad():
         model = shard(whole.model, rank, WORLD)
-    target = Target(model.config, whole.path, model)
-    outputs = []
-    for algorithm in (
-        autoregressive(target),
+    target, plain = Target(model.config, whole.path, model), Setup(max_batch=2)
+    fused, adaptive = replace(plain, fused=True), replace(plain, adaptive=True)
+    runs = (
+        (autoregressive(target), plain),
         # Each rank's own drafter is wrong in other places: without agreement the ranks would part ways.
-        Scripted(texts, 3, lambda at, d: (at + d + rank) % 3 != 0),
-        Scripted(texts, 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True),
-        eagle3_over(target, texts, steps=3),
-        eagle3_over(target, texts, steps=3, topk=2, num_nodes=7),
-    ):
-        generation = run(algorithm, ASKED, Setup(max_batch=2), target)
-        outputs.append([(c.token_ids, c.accepted_counts) for c in generation.completions])
-    fused, adaptive = Setup(max_batch=2, fused=True), Setup(max_batch=2, adaptive=True)
-    for algorithm, setup in (
+        (Scripted(texts, 3, lambda at, d: (at + d + rank) % 3 != 0), plain),
+        (Scripted(texts, 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True), plain),
+        (eagle3_over(target, texts, steps=3), plain),
+        (eagle3_over(target, texts, steps=3, topk=2, num_nodes=7), plain),
         (eagle3_over(target, texts, steps=3), fused),
         (autoregressive(target), fused),
         # The clocks of the ranks differ; rank 0's decides how many nodes a step has.
         (eagle3_over(target, texts, steps=3), adaptive),
-    ):
-        generation = run(algorithm, ASKED, setup, target)
-        outputs.append([(c.token_ids, c.accepted_counts) for c in generation.completions])
-    torch.save(outputs, f"{written}/{rank}.pt")
-    dist.destroy_process_group()
+    )
+    return [_outputs(algorithm, setup, target) for algorithm, setup in runs]
 
 
-def _rank_of_kinds(rank: int, store: str, texts: dict[str, list[list[int]]], written: str) -> None:
+def _of_kind(rank: int, kind: str, texts: list[list[int]]) -> Outputs:
     """Trees, so that a commit takes states and stored rows along the accepted path."""
+    whole = target_of(kind)
+    model = shard(whole.model, rank, WORLD)
+    drafter = Scripted(texts, 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True)
+    return _outputs(drafter, Setup(max_batch=2), Target(model.config, whole.path, model))
+
+
+def _rank(rank: int, texts: dict[str, list[list[int]]], memory: torch.Tensor, folder: str) -> None:
+    """All that a rank computes; to start a process takes longer."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    outputs = {}
-    for kind in KINDS:
-        whole = target_of(kind)
-        model = shard(whole.model, rank, WORLD)
-        drafter = Scripted(texts[kind], 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True)
-        done = run(drafter, ASKED, Setup(max_batch=2), Target(model.config, whole.path, model))
-        outputs[kind] = [(c.token_ids, c.accepted_counts) for c in done.completions]
-    torch.save(outputs, f"{written}/{rank}.pt")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        time_once(patch)
+        found = {
+            "attention": _of_attention(rank, texts["attention"]),
+            **{kind: _of_kind(rank, kind, texts[kind]) for kind in KINDS},
+            "choices": _choices(rank, memory) if interpreting() else [],
+            "exchanged": _collectives(rank),
+        }
+    torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
-    expected = answers(ASKED, Setup(max_batch=2), random_target())
-    texts = scripts(ASKED, expected)
-    mp.spawn(_rank, (str(tmp_path / "store"), texts, str(tmp_path)), nprocs=WORLD)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[list[int]]]:
+    """What one process writes, by the kind of its target's layers."""
+    targets = {"attention": random_target()} | {kind: target_of(kind) for kind in KINDS}
+    return {kind: answers(ASKED, Setup(max_batch=2), target) for kind, target in targets.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(alone: dict[str, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has computed."""
+    folder, texts = tmp_path_factory.mktemp("ranks"), {kind: scripts(ASKED, ids) for kind, ids in alone.items()}
+    memory = torch.zeros(WORLD * exchange_elements(WORLD, 4, 2), dtype=torch.int64).share_memory_()
+    fork_server()
+    mp.start_processes(_rank, (texts, memory, str(folder)), nprocs=WORLD, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def test_two_ranks_write_what_one_does(ranks: list[dict[str, Any]], alone: dict[str, list[list[int]]]) -> None:
+    first, second = (found["attention"] for found in ranks)
     assert first == second
     for output in first:
-        assert [tokens for tokens, _ in output] == expected
+        assert [tokens for tokens, _ in output] == alone["attention"]
     for output in first[1:-2]:
         assert max(count for _, counts in output for count in counts) >= 2
 
 
-def test_two_ranks_share_every_kind_of_layer(tmp_path: Path) -> None:
-    expected = {kind: answers(ASKED, Setup(max_batch=2), target_of(kind)) for kind in KINDS}
-    texts = {kind: scripts(ASKED, written) for kind, written in expected.items()}
-    mp.spawn(_rank_of_kinds, (str(tmp_path / "store"), texts, str(tmp_path)), nprocs=WORLD)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
-    assert first == second
-    for kind, output in first.items():
-        assert [tokens for tokens, _ in output] == expected[kind], kind
-        assert max(count for _, counts in output for count in counts) >= 2
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_share_every_kind_of_layer(
+    ranks: list[dict[str, Any]], alone: dict[str, list[list[int]]], kind: str
+) -> None:
+    first, second = (found[kind] for found in ranks)
+    assert first == second and [tokens for tokens, _ in first] == alone[kind]
+    assert max(count for _, counts in first for count in counts) >= 2
 
 
 def _sums_of_rows(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -155,8 +175,8 @@ def _biased(rank: int, impl: str | None) -> tuple[torch.Tensor, torch.Tensor, to
     return whole(x), share(own), normed[1]
 
 
-def _outputs(drafter: Any) -> torch.Tensor:
-    """Of five rows of a drafter's layers, each attending to those before it."""
+def _of_rows(drafter: Any) -> torch.Tensor:
+    """Outputs of five rows of a drafter's layers, each attending to those before it."""
     generator, width = torch.Generator().manual_seed(3), CONFIG.hidden_size
     rows, mixer = torch.randn(1, 5, width, generator=generator), DenseMixer(drafter.config.decoder, 5, "cpu")
     return drafter(rows, mixer) if isinstance(drafter, DFlashDrafter) else drafter(torch.arange(5)[None], rows, mixer)
@@ -169,15 +189,14 @@ def _drafters() -> None:
         shard_drafter(share)
         assert share.config.decoder.num_heads == CONFIG.num_heads // WORLD
         assert share.state_dict().keys() == whole.state_dict().keys()
-        torch.testing.assert_close(_outputs(share), _outputs(whole), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(_of_rows(share), _of_rows(whole), atol=1e-5, rtol=1e-5)
     odd = random_drafter()
     odd.config = replace(odd.config, decoder=replace(odd.config.decoder, num_kv_heads=1))
     shard_drafter(odd)
     assert odd.config.decoder.num_heads == CONFIG.num_heads  # it stays whole
 
 
-def _collectives(rank: int, store: str, written: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+def _collectives(rank: int) -> list[torch.Tensor]:
     sent = [torch.arange(5) + rank, torch.full((3, 1), rank, dtype=torch.int32), torch.tensor([rank == 0, True, False])]
     found = from_rank_0(sent)
     assert all(tensor.data_ptr() % 16 == found[0].data_ptr() % 16 for tensor in found)
@@ -188,16 +207,13 @@ def _collectives(rank: int, store: str, written: str) -> None:
         torch.testing.assert_close(shared, alone)  # each rank adds the bias to the sum, none to its part
         torch.testing.assert_close(residual, alone)
     _drafters()
-    torch.save([*saved, *_sums_of_rows(rank)], f"{written}/{rank}.pt")
-    dist.destroy_process_group()
+    return [*saved, *_sums_of_rows(rank)]
 
 
-def test_ranks_exchange_sums_columns_and_decisions(tmp_path: Path) -> None:
-    mp.spawn(_collectives, (str(tmp_path / "store"), str(tmp_path)), nprocs=WORLD)
-    given = [torch.load(tmp_path / f"{rank}.pt")[5] for rank in range(WORLD)]
-    for rank in range(WORLD):
-        numbers, column, flags, columns, total, _, in_order, many, few = torch.load(tmp_path / f"{rank}.pt")
-        assert torch.equal(in_order, (given[0].float() + given[1].float()).bfloat16())
+def test_ranks_exchange_sums_columns_and_decisions(ranks: list[dict[str, Any]]) -> None:
+    exchanged = [found["exchanged"] for found in ranks]
+    for numbers, column, flags, columns, total, _, in_order, many, few in exchanged:
+        assert torch.equal(in_order, (exchanged[0][5].float() + exchanged[1][5].float()).bfloat16())
         torch.testing.assert_close(many, few, atol=1e-6, rtol=1e-6)
         assert numbers.tolist() == [0, 1, 2, 3, 4] and numbers.dtype == torch.int64
         assert column.tolist() == [[0], [0], [0]] and column.dtype == torch.int32
@@ -206,9 +222,8 @@ def test_ranks_exchange_sums_columns_and_decisions(tmp_path: Path) -> None:
         assert total.tolist() == [[3, 3], [3, 3]]
 
 
-def _choices(rank: int, memory: torch.Tensor, written: str) -> None:
+def _choices(rank: int, memory: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Call after call, of other rows each time, over memory that both processes see."""
-    torch.set_num_threads(1)
     size = len(memory) // WORLD
     exchange = Exchange(memory, torch.tensor([0, size]), rank, 4, 2)
     make, found = Maker.seeded(), []
@@ -217,16 +232,14 @@ def _choices(rank: int, memory: torch.Tensor, written: str) -> None:
         own = inputs["weight"][35 * rank : 35 * rank + 35].contiguous()
         chosen = linear_argmax(inputs["x"], own, exchange=exchange, impl="triton")
         found.append((chosen, linear_argmax(inputs["x"], inputs["weight"], impl="reference")))
-    torch.save(found, f"{written}/{rank}.pt")
+    return found
 
 
 @pytest.mark.skipif(not interpreting(), reason="one GPU cannot be two ranks; the interpreter shares memory of the CPU")
-def test_two_ranks_choose_the_tokens_of_one_together(tmp_path: Path) -> None:
-    memory = torch.zeros(WORLD * exchange_elements(WORLD, 4, 2), dtype=torch.int64).share_memory_()
-    mp.spawn(_choices, (memory, str(tmp_path)), nprocs=WORLD)
-    for rank in range(WORLD):
-        for chosen, expected in torch.load(tmp_path / f"{rank}.pt"):
-            assert torch.equal(chosen, expected)
+def test_two_ranks_choose_the_tokens_of_one_together(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert len(found["choices"]) == 6
+        assert all(torch.equal(chosen, expected) for chosen, expected in found["choices"])
 
 
 def test_heads_must_divide() -> None:

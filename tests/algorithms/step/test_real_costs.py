@@ -77,8 +77,7 @@ def _to_best(routing: str, acceptance: float, learns: bool, requests: int, seed:
     return float(written / spent / max(expected[nodes] / clock[nodes].mean() for nodes in sizing.nodes))
 
 
-@pytest.mark.parametrize("requests", [1, 4])
-@pytest.mark.parametrize("acceptance", [0.5, 0.8])
+@pytest.mark.parametrize(("acceptance", "requests"), [(0.5, 1), (0.8, 4)])
 @pytest.mark.parametrize("routing", ["uniform", "skewed", "neighbours"])
 def test_the_policy_is_near_the_best_fixed_size(routing: str, acceptance: float, requests: int) -> None:
     """With uniform routing timed costs are exact and come no nearer: the policy takes some of the drafts that a smaller
@@ -108,7 +107,7 @@ def test_costs_of_random_tokens_alone_mislead_the_policy(routing: str) -> None:
     assert to_best(routing, 0.8, learns=False) < 0.93
 
 
-@pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.9])
+@pytest.mark.parametrize("acceptance", [0.3, 0.9])
 def test_a_dense_target_loses_nothing(acceptance: float) -> None:
     without, learned = (to_best("dense", acceptance, learns) for learns in (False, True))
     assert learned >= max(0.97, without - 0.005)
