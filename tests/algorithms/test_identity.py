@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from algorithms.ngram import NGram
 
 from algorithms.engine.engine import Engine
 from algorithms.engine.request import Completion, Request
+from algorithms.lookup import NGram
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, TWINS, hinted
 from tests.algorithms.toy import Setup, autoregressive, changed, engine_of, requests, run, scripts, spell
 
