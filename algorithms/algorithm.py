@@ -67,13 +67,11 @@ class Batch:
     active: torch.Tensor  # [B] int32: 1, or 0 for a padding slot, which must touch no cache and no store
     sampling: SamplingTensors
     slots: slice | torch.Tensor
-    """Batch slots, which index what a drafter stores per request. A slice in every step; in prefill [B] int64, where
-    several entries may be of one request."""
+    """Batch slots, which index what a drafter stores: a slice in steps, [B] int64 in prefill, repeats included."""
     max_length: int  # host bound on L over the batch
     filtered: bool = False  # whether a request of the step filters the tokens that it samples
     adjust: Callable[[torch.Tensor, int, torch.Tensor | None], None] = _unchanged
-    """Changes logits of drafts in place as the requests' penalties, bias and forbidden tokens change the target's; see
-    `algorithms.step.draft_adjustment`."""
+    """Changes logits of drafts in place as penalties, bias and forbidden tokens ask: `step.batch.DraftAdjustment`."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,7 @@ class DraftTree:
 
 
 class Prompts(NamedTuple):
-    """The prompts whose tokens a prefill observes, one entry each, then padding. A prompt may have several
-    successive rows."""
+    """The prompts that a prefill observes, one entry each, then padding. A prompt may have several successive rows."""
 
     slots: torch.Tensor  # [P] int64: batch slots; padding has the dummy slot, `max_batch`
     start: torch.Tensor  # [P] int64: the first position that is observed. It is 0 for a new request, and only for that.
@@ -114,9 +111,8 @@ class Verified(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """Results of the target for tokens that were just committed, in order of position. Row b has positions L to L +
-    counts[b] - 1; later columns mean nothing. After a step a row is a request. In prefill a row is a tile of a prompt,
-    and `prompts` says which rows belong together."""
+    """Results of the target for tokens just committed, by position. Row b has positions L to L + counts[b] - 1; later
+    columns mean nothing. A row is a request, or in prefill a tile of a prompt, and `prompts` says of which."""
 
     batch: Batch  # the rows. `lengths` is L before these tokens; `history` holds them and the new last token already.
     tokens: torch.Tensor  # [B, n] int64: the tokens at these positions
@@ -128,11 +124,9 @@ class Observation:
     counts: torch.Tensor  # [B] int32; 0 for a padding slot
     prompts: Prompts | None = None  # in prefill only
     verified: Verified | None = None
-    """All nodes of the step, for an algorithm with `observes_verified`; None in prefill and after steps without a
-    draft."""
+    """All nodes of the step, with `observes_verified`; None in prefill and after steps without a draft."""
     drafts_stale: bool = False
-    """Whether the drafter's state of its drafts may not fit these tokens: other drafts were verified, or none
-    followed."""
+    """Whether the drafter's state of its drafts may not fit: other drafts were verified, or none followed."""
 
     @property
     def is_prefill(self) -> bool:
@@ -147,9 +141,8 @@ class AttentionCalls(NamedTuple):
 
 
 class Algorithm:
-    """Base of all algorithms. A subclass names itself, its configuration and the size of its trees, and drafts.
-    `propose` and `observe` run on the device without reading anything back, and on the same tensors in every step, so
-    they can be captured in a CUDA graph."""
+    """A subclass names itself, its configuration and the size of its trees. `propose` and `observe` read nothing back
+    and run on the same tensors in every step, so that they can be captured in a CUDA graph."""
 
     name: ClassVar[str]
     Config: ClassVar[type]
@@ -166,8 +159,7 @@ class Algorithm:
     """Whether the parent of node i is node i - 1: nothing moves at commit, and attention needs no bit mask."""
     rule: str = "target_only"  # acceptance rule, see `specdec_kernels.accept`
     recorder: Algorithm | None = None
-    """The algorithm that first decodes all requests. `propose` then finds their outputs in `Batch.history`, behind
-    position L."""
+    """Decodes all requests first; `propose` then finds their outputs in `Batch.history`, behind position L."""
     draft_slots: int = 0
     """Positions from L on that the drafter writes in its own cache, where that is more than `num_nodes`."""
 
@@ -197,17 +189,17 @@ class Algorithm:
         """Allocate caches for one run; called once, before any `propose`."""
 
     def propose(self, batch: Batch) -> DraftTree:
-        """Draft a tree after the last token of each slot."""
-        raise NotImplementedError
+        """Draft a tree after the last token of each slot. Default: `propose_few` with all N nodes."""
+        if type(self).propose_few is Algorithm.propose_few:
+            raise NotImplementedError
+        return self.propose_few(batch, self.num_nodes)
 
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
-        """Draft a tree of `num_nodes`, from 2 to N - 1, for `runtime.adaptive`. Default: the first nodes of
-        `propose`'s tree."""
+        """Draft `num_nodes`, 2 to N - 1, for `runtime.adaptive`; by default the first nodes of `propose`'s tree."""
         return self.propose(batch)
 
     def inspect(self, batch: Batch, tree: DraftTree, logits: torch.Tensor, sampling: SamplingTensors) -> None:
-        """Look at the logits `[B, N, V]` of a draft, after penalties and constraints, before acceptance in steps
-        that sample."""
+        """Look at the logits `[B, N, V]` of a draft before acceptance, after penalties and constraints, if sampling."""
 
     @property
     def learns(self) -> bool:

@@ -7,8 +7,6 @@ from algorithms.algorithm import Algorithm, Batch, DraftTree, Resources
 
 
 class Autoregressive(Algorithm):
-    """Plain decoding with the target, on the same engine, attention and clock as every other algorithm."""
-
     name = "autoregressive"
 
     @dataclass

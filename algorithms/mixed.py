@@ -12,14 +12,49 @@ from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
-from algorithms.drafting.tree_shape import MAX_NODES
-from algorithms.drafting.wrapper import Wrapper
+from algorithms.drafting.draft_sampling import MAX_NODES
 from algorithms.registry import available, configured
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from algorithms.models.loading import Target, TargetFolder
+
+
+class Wrapper(Algorithm):
+    """Binds, teaches, moves and resets its `inner` algorithms; a subclass makes a tree of their drafts."""
+
+    inner: tuple[Algorithm, ...] = ()
+
+    def wrap(self, *inner: Algorithm) -> None:
+        """Run these, with the target layers and cache slots that they need."""
+        self.inner = inner
+        self.target_layers = tuple(sorted({layer for each in inner for layer in each.target_layers}))
+        self.draft_slots = max((max(each.draft_slots, each.num_nodes) for each in inner), default=0)
+        self.observes_verified = any(each.observes_verified for each in inner)
+        self.needs_draft_model = any(each.needs_draft_model for each in inner)
+
+    @property
+    def learns(self) -> bool:
+        return any(each.learns for each in self.inner)
+
+    def bind(self, resources: Resources) -> None:
+        self._impl, self._needs_path_probs = resources.impl, resources.needs_path_probs
+        for each in self.inner:
+            each.bind(resources)
+
+    def observe(self, seen: Observation) -> None:
+        for each in self.inner:
+            features = [seen.features[self.target_layers.index(layer)] for layer in each.target_layers]
+            each.observe(replace(seen, features=features))
+
+    def reset(self) -> None:
+        for each in self.inner:
+            each.reset()
+
+    def move_slot(self, source: int, target: int) -> None:
+        for each in self.inner:
+            each.move_slot(source, target)
 
 
 @dataclass(frozen=True)
@@ -32,8 +67,6 @@ class Part:
 
 
 class Mixed(Wrapper):
-    """Two other algorithms in front of one verification."""
-
     name = "mixed"
     chain = False
 
@@ -70,10 +103,6 @@ class Mixed(Wrapper):
         if not 2 <= self.num_nodes <= MAX_NODES:
             raise ValueError(f"algo=mixed: expected 2 to {MAX_NODES} nodes in all, got {self.num_nodes}")
         self.max_depth = max(part.max_depth for part in self.inner)
-
-    def bind(self, resources: Resources) -> None:
-        self._impl, self._needs_path_probs = resources.impl, resources.needs_path_probs
-        super().bind(resources)
 
     def propose(self, batch: Batch) -> DraftTree:
         return self._joined(batch, *(part.propose(batch) for part in self.inner))
@@ -115,8 +144,7 @@ class Mixed(Wrapper):
 
 
 def _path_probs(tree: DraftTree) -> Tensor:
-    """[B, N] float32, any number for unused nodes. A drafter without path probabilities counts as 0.5 for each
-    draft."""
+    """[B, N] float32, any number for unused nodes; 0.5 for each draft where the drafter gives none."""
     if tree.path_probs is not None:
         return tree.path_probs
     return 0.5 ** tree.links.depth.float()

@@ -23,7 +23,7 @@ PACKAGES_VARIABLE = "SPECDEC_ALGORITHMS"
 
 
 def algorithms_in(package: str) -> dict[str, type[Algorithm]]:
-    """Algorithms that `package`, a module in it, or the module `drafting` of a folder in it defines."""
+    """Algorithms with a name that `package`, a module in it, or the module `drafting` of a folder in it defines."""
     home = importlib.import_module(package)
     inside = [
         f"{package}.{info.name}.drafting" if info.ispkg else f"{package}.{info.name}"
@@ -36,7 +36,7 @@ def algorithms_in(package: str) -> dict[str, type[Algorithm]]:
         for module, value in values
         if isinstance(value, type)
         and issubclass(value, Algorithm)
-        and value is not Algorithm
+        and hasattr(value, "name")
         and value.__module__ == module.__name__
     }
 

@@ -1,12 +1,8 @@
 """Speculative decoding with a small language model (arXiv 2211.17192, 2302.01318).
 
-observe   The draft model reads the prompt. After a step its cache already holds the accepted part of a chain; the
-          accepted part of a tree is scattered, so the model reads those tokens once more, as after steps without
-          drafts.
-propose   The draft model writes `steps` tokens: a chain, or a tree as in EAGLE-2.
-
-Drafts of the most likely tokens are a function of the context, so the target's own choice decides (`target_only`).
-Drafts may instead be sampled under the request's sampling parameters, and a rule for sampled drafts decides.
+observe   The draft model reads the prompt. After a step its cache holds the accepted part of a chain already; that of a
+          tree is scattered, so the model reads those tokens once more, as after steps without drafts.
+propose   The draft model writes `steps` tokens: a chain, or a tree as in EAGLE-2, of the most likely or sampled ones.
 
 With `vocabulary=intersection` the draft model may have another tokenizer, see `algorithms.models.shared_vocabulary`.
 """
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class Standalone(LevelDrafter):
-    """A small model drafts what a large one verifies."""
-
     name = "standalone"
     base = 1
 
@@ -45,7 +39,7 @@ class Standalone(LevelDrafter):
         from algorithms.models.loading import read_draft
 
         draft = read_draft(cls.drafter_folder(draft_path), target, config.vocabulary == "same")
-        return AttentionCalls(draft.config, {"prefill": "chain", "draft": "chain" if config.topk == 1 else "tree"})
+        return cls.calls(config, draft.config, draft.config.vocab_size)
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.models.loading import load_draft
@@ -78,10 +72,10 @@ class Standalone(LevelDrafter):
             mixer = self._memory.chained(batch, batch.lengths[:, None])
             return tree.tree(batch, self._run(root, None, mixer)[:, 0], self._run)
         mixers = tree.chain_mixers(batch)
-        logits = self._run(root, None, mixers[0])[:, 0]
+        logits = self._run(root, None, mixers(0))[:, 0]
         draft = tree.chain(batch, logits, self._run, mixers)
         # Stores the last draft, which may be accepted; its logits are not needed.
-        self._draft.model(draft.tokens[:, -1:], mixers[tree.shape.max_depth])
+        self._draft.model(draft.tokens[:, -1:], mixers(tree.shape.max_depth))
         return draft
 
     def _run(self, tokens: Tensor, parents: Tensor | None, mixer: Any) -> Tensor:

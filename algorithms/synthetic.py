@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import specdec_kernels as kernels
 from algorithms.algorithm import AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.autoregressive import Autoregressive
-from algorithms.drafting.wrapper import Wrapper
-from algorithms.mixed import Part, part_of
+from algorithms.mixed import Part, Wrapper, part_of
 from specdec_kernels.checks import expect_between
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class Synthetic(Wrapper):
-    """Right drafts and wrong ones, in given proportions."""
-
     name = "synthetic"
 
     @dataclass
@@ -72,16 +69,11 @@ class Synthetic(Wrapper):
     def bind(self, resources: Resources) -> None:
         import torch
 
-        self._impl, self._needs_path_probs = resources.impl, resources.needs_path_probs
         self._thresholds = torch.tensor(self._rates, dtype=torch.float32, device=resources.device)
         super().bind(resources)
 
-    def propose(self, batch: Batch) -> DraftTree:
-        return self.propose_few(batch, self.num_nodes)
-
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
-        """The tree of the drafter, or a chain, of `num_nodes`: right tokens on the path of first children as far as
-        drawn, and wrong ones elsewhere."""
+        """The tree of the drafter, or a chain: right tokens on the first path as far as drawn, wrong ones elsewhere."""
         import torch
 
         if not self.inner:
@@ -129,8 +121,7 @@ class Synthetic(Wrapper):
 
 
 def uniforms(seeds: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """[B, count] float32 in [0, 1) for `seeds` and `lengths` [B] int64. Source: SplitMix64 (Steele, Lea and Flood,
-    OOPSLA 2014)."""
+    """[B, count] float32 in [0, 1) for `seeds`, `lengths` [B] int64, by SplitMix64 (Steele et al., OOPSLA 2014)."""
     import torch
 
     places = torch.arange(count, device=seeds.device)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from algorithms.algorithm import Resources
 from algorithms.models.config import DecoderConfig
-from algorithms.models.rotary import rope_table
+from algorithms.models.layers import rope_table
 
 
 class KVScales(NamedTuple):
@@ -82,7 +82,6 @@ class KVCache:
         return cache
 
     def zero(self, pages: Sequence[int] | slice) -> None:
-        """Make keys and values of `pages` zeros in every layer."""
         # By bytes, which are 0 in the zero of every dtype: torch fills no selection of float8.
         self.kv.view(torch.uint8)[:, :, pages] = 0
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from algorithms.algorithm import Batch, Observation, Prompts, Resources
 from algorithms.attention.cache import KVCache, KVScales
-from algorithms.attention.levels import LevelSizes, LevelViews
-from algorithms.attention.paged_attention import JointMixer, PagedLevels, PagedMixer
+from algorithms.attention.paged_attention import LevelSizes, LevelViews, PagedMixer, joined, paged_levels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.memory import LatentMemory
@@ -23,6 +22,8 @@ from algorithms.models.layers import Mixer
 from algorithms.models.linear.config import LinearConfig
 from algorithms.models.linear.memory import StateMemory
 from specdec_kernels import Committed, TreeLinks, mask_paths, move_accepted
+
+Levels = Callable[[int], Mixer]
 
 
 class Memory(Protocol):
@@ -38,13 +39,12 @@ class Memory(Protocol):
         """Plan a forward over tiles of prompts `[B, tile]` at `positions`, of which `counts [B]` columns are tokens."""
         ...
 
-    def joint(self, groups: Sequence[tuple[Any, Tensor]]) -> Any:
-        """One forward over several groups: mixers of this memory, each with its tokens `[B, N]`; see `JointMixer`."""
+    def joint(self, mixers: Sequence[Any]) -> Any:
+        """One forward over the rows of several mixers of this memory, one after the other."""
         ...
 
     def commit(self, nodes: Any, batch: Batch, committed: Committed, chain: bool) -> None:
-        """Keep the accepted path of each row of `batch`, whose `lengths` have moved on already, after the forward that
-        `nodes` planned."""
+        """Keep the accepted path after the forward that `nodes` planned; `batch.lengths` have moved on already."""
         ...
 
     def move_slot(self, source: int, target: int) -> None:
@@ -69,13 +69,7 @@ class DraftMemory(Protocol):
         ...
 
     def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Levels:
-        """Plan the forwards of a draft, whose masks may be filled later."""
-        ...
-
-
-class Levels(Protocol):
-    def __getitem__(self, level: int) -> Mixer:
-        """The mixer of forward `level`, whose mask is filled by now."""
+        """Plan the forwards of a draft: gives the mixer of forward i, whose mask is filled by then."""
         ...
 
 
@@ -88,8 +82,6 @@ MEMORIES: dict[type, Callable[[DecoderConfig, Any, Resources], Memory]] = {
 
 @dataclass(frozen=True)
 class PagedMemory:
-    """Keys and values in pages."""
-
     cache: KVCache
     resources: Resources
 
@@ -97,11 +89,9 @@ class PagedMemory:
         paths = None
         if self.resources.deterministic and not chain:
             paths = mask_paths(links.mask, max_depth + 1, impl=self.resources.impl)
-        return PagedMixer.over(
+        return self._over(
             batch,
             links.positions,
-            self.cache,
-            self.resources,
             mode="chain" if chain else "tree",
             mask=None if chain else links.mask,
             depths=None if chain else links.depth,
@@ -109,24 +99,28 @@ class PagedMemory:
             phase="verify" if links.positions.shape[1] > 1 else "decode",
         )
 
+    def _over(self, batch: Batch, positions: Tensor, **how: Any) -> PagedMixer:
+        return PagedMixer.over(batch, positions, self.cache, self.resources, **how)
+
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> PagedMixer:
-        return PagedMixer.over(batch, positions, self.cache, self.resources, counts=counts, phase="prefill")
+        return self._over(batch, positions, counts=counts, phase="prefill")
 
     @property
     def windowed(self) -> bool:
         return any(self.cache.config.sliding_windows)
 
     def following(self, seen: Observation) -> PagedMixer:
-        return PagedMixer.following(seen, self.cache, self.resources)
+        phase = "prefill" if seen.is_prefill else "draft"
+        return self._over(seen.batch, seen.positions, counts=seen.counts, phase=phase)
 
     def chained(self, batch: Batch, positions: Tensor) -> PagedMixer:
-        return PagedMixer.over(batch, positions, self.cache, self.resources, phase="draft")
+        return self._over(batch, positions, phase="draft")
 
-    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> PagedLevels:
-        return PagedLevels(batch, self.cache, self.resources, sizes, views)
+    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Levels:
+        return paged_levels(batch, self.cache, self.resources, sizes, views)
 
-    def joint(self, groups: Sequence[tuple[PagedMixer, Tensor]]) -> JointMixer:
-        return JointMixer(groups)
+    def joint(self, mixers: Sequence[PagedMixer]) -> PagedMixer:
+        return joined(mixers)
 
     def commit(self, nodes: PagedMixer, batch: Batch, committed: Committed, chain: bool) -> None:
         """Keys and values of a chain are in order already; those of a tree move."""
@@ -139,8 +133,6 @@ class PagedMemory:
 
 
 class LayeredMixer:
-    """The mixers of a model with several kinds of layers, each over the layers of its kind."""
-
     def __init__(self, mixers: Mapping[Any, Any], places: Sequence[tuple[Any, int]]) -> None:
         self.mixers, self._places = mixers, places
 
@@ -149,25 +141,12 @@ class LayeredMixer:
         return self.mixers[kind](index, *inputs)
 
     @property
-    def paged(self) -> Any:
-        """A mixer that knows the rows' slots in pages; only states have none."""
-        return next(mixer for mixer in self.mixers.values() if hasattr(mixer, "real"))
-
-    @property
     def real(self) -> Tensor:
-        return self.paged.real
-
-    @property
-    def tokens(self) -> Tensor:
-        return self.paged.tokens
-
-    def split(self, rows: Tensor) -> list[Tensor]:
-        return self.paged.split(rows)
+        """Of a mixer that knows the rows' slots in pages; only states have none."""
+        return next(mixer.real for mixer in self.mixers.values() if hasattr(mixer, "real"))
 
 
 class LayeredMemory:
-    """The memories of a model with several kinds of layers."""
-
     def __init__(self, memories: Mapping[Any, Memory], kinds: Sequence[Any]) -> None:
         """`kinds` of all layers, each a key of `memories`."""
         self.memories = memories
@@ -181,10 +160,9 @@ class LayeredMemory:
             {kind: each.tiles(batch, positions, counts, prompts) for kind, each in self.memories.items()}
         )
 
-    def joint(self, groups: Sequence[tuple[LayeredMixer, Tensor]]) -> LayeredMixer:
+    def joint(self, mixers: Sequence[LayeredMixer]) -> LayeredMixer:
         of_kinds = {
-            kind: memory.joint([(mixer.mixers[kind], tokens) for mixer, tokens in groups])
-            for kind, memory in self.memories.items()
+            kind: memory.joint([each.mixers[kind] for each in mixers]) for kind, memory in self.memories.items()
         }
         return self._joined(of_kinds)
 
@@ -216,8 +194,7 @@ def allocate_memory(config: DecoderConfig, resources: Resources, kv_scales: KVSc
 
 
 def allocate_draft_memory(config: DecoderConfig, resources: Resources) -> DraftMemory:
-    """The memory of a drafter of this shape, for one run; ValueError for layers of several kinds, or of linear
-    attention."""
+    """The memory of a drafter, for one run; ValueError for layers of several kinds, or of linear attention."""
     if len(set(config.mixings)) > 1 or any(isinstance(kind, LinearConfig) for kind in config.mixings):
         kinds = [type(kind).__name__ for kind in config.mixings]
         raise ValueError(f"a drafter's layers: expected attention or latent attention in all of them, got {kinds}")

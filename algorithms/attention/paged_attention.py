@@ -6,33 +6,111 @@ forward over `[B, N]` tokens at slots L … L + N - 1 of their requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from algorithms.algorithm import Batch, Observation, Resources
+from algorithms.algorithm import Batch, Resources
 from algorithms.attention.backends.protocol import Backend, Levels
-from algorithms.attention.cache import KVCache, KVScales
-from algorithms.attention.levels import LevelSizes, LevelViews, level_rows
+from algorithms.attention.cache import KVCache
 from algorithms.models.layers import MixerWeights
-from specdec_kernels import AttentionMetadata, AttentionShape, token_slots, write_kv
+from specdec_kernels import AttentionMetadata, AttentionShape, level_slots, token_slots, write_kv
+
+
+class LevelSizes(NamedTuple):
+    """How many forwards there are, their tokens per request, and the slots between L and the first of them."""
+
+    forwards: int
+    width: int = 1
+    first: int = 0
+
+
+class LevelViews(NamedTuple):
+    """What the tokens of each forward see; without it they are a chain, and `width` is 1."""
+
+    masks: Sequence[Tensor]
+    """[B, width, W] per forward: which of the slots written by then a token sees. May be filled later than here."""
+    depths: Sequence[tuple[Tensor, Tensor]] | None = None
+    """Depths of these slots and of the tokens, for a drafter with windows."""
+
+
+def level_rows(
+    batch: Batch, sizes: LevelSizes, views: LevelViews | None, page_size: int, impl: str, scale: float | None = None
+) -> tuple[Tensor, Tensor, list[AttentionMetadata]]:
+    """Of each forward: slots and positions [B * width] int64, and the metadata of an attention without window."""
+    count, width, first = sizes
+    places = level_slots(
+        batch.page_table, batch.lengths, batch.active, count, width, page_size, first=first, impl=impl
+    )  # fmt: skip
+    slots, positions = places.slots.flatten(1), places.positions.flatten(1)
+    mode, longest = "chain" if views is None else "tree", batch.max_length + first + count * width
+    shared = AttentionMetadata(
+        batch.page_table, batch.lengths, mode, q_lens=places.counts, max_length=longest, scale=scale
+    )
+    if views is None:
+        # The earlier tokens precede a token of a chain, whose position is the length by then.
+        return slots, positions, [shared._replace(lengths=each) for each in positions]
+    calls = [
+        shared._replace(mask=mask, tree_width=first + (level + 1) * width) for level, mask in enumerate(views.masks)
+    ]
+    if views.depths is not None:
+        calls = [
+            call._replace(depths=by_slot, row_depths=by_row)
+            for call, (by_slot, by_row) in zip(calls, views.depths, strict=True)
+        ]
+    return slots, positions, calls
+
 
 Kind = tuple[str, int | None]  # (mode, window) of a layer's attention
 
 
+class PagedRows(NamedTuple):
+    """A group of rows of a forward: its shape [B, N], and the backend's plan for each layer, one by mode and window."""
+
+    shape: torch.Size
+    plans: tuple[Any, ...]
+
+
+def split_rows(rows: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """`rows [T, ...]` of several groups, one after the other, as each group's `[B, N, ...]`."""
+    parts = rows.split([shape.numel() for shape in shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def planned_rows(
+    batch: Batch, positions: Tensor, counts: Tensor, page_size: int, impl: str, **seen: Any
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """Slots and positions [B * N] int64 of `positions [B, N]` at slots L … L + N - 1, of which `counts [B]` columns are
+    real, and the metadata of their attention; `seen` are further fields of it."""
+    width, lengths = positions.shape[1], batch.lengths
+    slots = token_slots(batch.page_table, lengths, counts, width, page_size, impl=impl)
+    longest = batch.max_length + width
+    metadata = AttentionMetadata(batch.page_table, lengths, q_lens=counts, max_length=longest, **seen)
+    # Positions may be one row seen by all requests; the kernels want them written out.
+    return slots.flatten(), positions.flatten().contiguous(), metadata
+
+
+def joined(mixers: Sequence[Any]) -> Any:
+    """One mixer over the groups of several."""
+    slots, positions = (torch.cat([getattr(mixer, name) for mixer in mixers]) for name in ("slots", "positions"))
+    groups = tuple(group for mixer in mixers for group in mixer.groups)
+    return replace(mixers[0], slots=slots, positions=positions, groups=groups)
+
+
 @dataclass(frozen=True)
 class PagedMixer:
-    """See `algorithms.models.decoder.Mixer`. `slots` and `positions` are flat, `[B * N]`."""
+    """One forward over groups of rows, one after the other, which share the products with the weights. All store their
+    keys of a layer before any attends, each by its own plan. `slots` and `positions` are flat, `[T]`."""
 
     cache: KVCache
     slots: Tensor
     positions: Tensor
     backend: Backend
-    plans: tuple[Any, ...]  # the backend's plan for each layer; layers of one mode and window share it
+    groups: tuple[PagedRows, ...]
     impl: str
 
     @cached_property
@@ -66,44 +144,24 @@ class PagedMixer:
         width, impl = positions.shape[1], resources.impl
         if counts is None:
             counts = batch.active if width == 1 else batch.active * width
-        metadata = AttentionMetadata(
-            page_table=batch.page_table,
-            lengths=batch.lengths,
-            mode=mode,
-            mask=mask,
-            q_lens=counts,
-            max_length=batch.max_length + width,
-            depths=depths,
-            paths=paths,
-        )
-        slots = token_slots(batch.page_table, batch.lengths, counts, width, cache.page_size, impl=impl)
+        seen = dict(mode=mode, mask=mask, depths=depths, paths=paths)
+        slots, flat, metadata = planned_rows(batch, positions, counts, cache.page_size, impl, **seen)
         shape, kinds = _attention_shape(cache, width, resources), kinds or _kinds_of(cache, mode)
         plans = {
             kind: resources.backend.plan(_of_layer(metadata, cache, *kind), shape, phase)
             for kind in dict.fromkeys(kinds)
         }
-        # Positions may be one row seen by all requests; the kernels want them written out.
-        flat = positions.flatten().contiguous()
-        return cls(cache, slots.flatten(), flat, resources.backend, tuple(plans[kind] for kind in kinds), impl)
-
-    @classmethod
-    def following(cls, seen: Observation, cache: KVCache, resources: Resources) -> PagedMixer:
-        """Plan a drafter's forward over the text just observed."""
-        phase = "prefill" if seen.is_prefill else "draft"
-        return cls.over(seen.batch, seen.positions, cache, resources, counts=seen.counts, phase=phase)
+        rows = PagedRows(positions.shape, tuple(plans[kind] for kind in kinds))
+        return cls(cache, slots, flat, resources.backend, (rows,), impl)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
-        rotated = self.store(layer, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), weights)
-        return self.attend(layer, rotated.view_as(q), weights)
-
-    def store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
-        """Store keys and values `[B * N, H_kv, D]`; returns the queries `[B * N, H, D]`, normed and rotated."""
-        scales = self._scales(layer)
-        return write_kv(
-            q,
-            k,
-            v,
-            self.cache.kv[layer],
+        stored, scales = self.cache.kv[layer], self.cache.scales and self.cache.scales.of_layer(layer)
+        q_rows, k_rows, v_rows = (x.flatten(0, -3) for x in (q, k, v))
+        queries = write_kv(
+            q_rows,
+            k_rows,
+            v_rows,
+            stored,
             self.slots,
             self.positions,
             self.cache.rope,
@@ -115,80 +173,37 @@ class PagedMixer:
             v_scale=scales and scales.v_scale,
             impl=self.impl,
         )
-
-    def attend(self, layer: int, q: Tensor, weights: MixerWeights, out: Tensor | None = None) -> Tensor:
-        """Attention of `q [B, N, H, D]`, as `store` gave it, over what is stored; of the same shape, in `out` if that
-        is given."""
         sinks = None if weights.sinks is None else weights.sinks.float()
-        return self.backend.run(self.plans[layer], q, self.cache.kv[layer], sinks, self._scales(layer), out)
-
-    def _scales(self, layer: int) -> KVScales | None:
-        return None if self.cache.scales is None else self.cache.scales.of_layer(layer)
-
-
-class JointMixer:
-    """Forwards over several groups of rows as one: over all their tokens, `[T]`, one group after the other. So they
-    share the products with the weights. All groups store their keys before any of them attends, each by its own
-    plan."""
-
-    def __init__(self, groups: Sequence[tuple[PagedMixer, Tensor]]) -> None:
-        """`groups` are mixers over one cache, each with its tokens `[B, N]`."""
-        self._mixers = [mixer for mixer, _ in groups]
-        self._shapes = [tokens.shape for _, tokens in groups]
-        self.tokens = torch.cat([tokens.flatten() for _, tokens in groups])
-        """[T] int64."""
-        self._store = replace(
-            self._mixers[0],
-            slots=torch.cat([mixer.slots for mixer in self._mixers]),
-            positions=torch.cat([mixer.positions for mixer in self._mixers]),
-        )
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
-        queries = self._store.store(layer, q, k, v, weights)
-        out = torch.empty_like(queries)
-        for mixer, part, place in zip(self._mixers, self.split(queries), self.split(out), strict=True):
-            mixer.attend(layer, part, weights, place)
+        if len(self.groups) == 1:
+            return self.backend.run(self.groups[0].plans[layer], queries.view_as(q), stored, sinks, scales)
+        out, shapes = torch.empty_like(queries), [group.shape for group in self.groups]
+        for group, part, place in zip(self.groups, split_rows(queries, shapes), split_rows(out, shapes), strict=True):
+            self.backend.run(group.plans[layer], part, stored, sinks, scales, place)
         return out
 
-    @property
-    def real(self) -> Tensor:
-        return self._store.real
 
-    def split(self, rows: Tensor) -> list[Tensor]:
-        """`rows [T, ...]` as each group's `[B, N, ...]`."""
-        parts = rows.split([shape.numel() for shape in self._shapes])
-        return [part.unflatten(0, shape) for part, shape in zip(parts, self._shapes, strict=True)]
-
-
-class PagedLevels:
+def paged_levels(
+    batch: Batch, cache: KVCache, resources: Resources, sizes: LevelSizes, views: LevelViews | None = None
+) -> Callable[[int], PagedMixer]:
     """The mixers of the forwards in which a drafter writes one level of its draft after another, planned at once."""
+    slots, positions, calls = level_rows(batch, sizes, views, cache.page_size, resources.impl)
+    width, mode, backend = sizes.width, "chain" if views is None else "tree", resources.backend
+    shape, kinds = _attention_shape(cache, width, resources), _kinds_of(cache, mode)
+    steps = dict(length_step=1) if views is None else dict(width_step=width)
+    of_kind = {}
+    for kind in dict.fromkeys(kinds):
+        levels = Levels([_of_layer(call, cache, *kind) for call in calls], **steps)
+        of_kind[kind] = levels, backend.plan_levels(levels, shape, "draft")
 
-    def __init__(
-        self, batch: Batch, cache: KVCache, resources: Resources, sizes: LevelSizes, views: LevelViews | None = None
-    ) -> None:
-        self._cache, self._resources = cache, resources
-        self._slots, self._positions, calls = level_rows(batch, sizes, views, cache.page_size, resources.impl)
-        width, mode = sizes.width, "chain" if views is None else "tree"
-        self._shape, self._kinds = _attention_shape(cache, width, resources), _kinds_of(cache, mode)
-        steps = dict(length_step=1) if views is None else dict(width_step=width)
-        self._levels = {
-            kind: Levels([_of_layer(call, cache, *kind) for call in calls], **steps)
-            for kind in dict.fromkeys(self._kinds)
-        }
-        self._plans = {
-            kind: resources.backend.plan_levels(levels, self._shape, "draft") for kind, levels in self._levels.items()
-        }
-
-    def __getitem__(self, level: int) -> PagedMixer:
-        """The mixer of forward `level`, whose mask is filled by now."""
-        backend = self._resources.backend
+    def mixer(level: int) -> PagedMixer:
         plans = {
-            kind: backend.plan(levels.calls[level], self._shape, "draft") if planned is None else planned[level]
-            for (kind, planned), levels in zip(self._plans.items(), self._levels.values(), strict=True)
+            kind: backend.plan(levels.calls[level], shape, "draft") if planned is None else planned[level]
+            for kind, (levels, planned) in of_kind.items()
         }
-        by_layer = tuple(plans[kind] for kind in self._kinds)
-        slots, positions = self._slots[level], self._positions[level]
-        return PagedMixer(self._cache, slots, positions, backend, by_layer, self._resources.impl)
+        rows = PagedRows(torch.Size((len(batch.lengths), width)), tuple(plans[kind] for kind in kinds))
+        return PagedMixer(cache, slots[level], positions[level], backend, (rows,), resources.impl)
+
+    return mixer
 
 
 def _attention_shape(cache: KVCache, width: int, resources: Resources) -> AttentionShape:

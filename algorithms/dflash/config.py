@@ -11,27 +11,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Annotated, Any
 
+from algorithms.checked import Between, Checked
 from algorithms.models.architectures import FULL, SLIDING, Windows, read_layer_types, write_layer_types
 from algorithms.models.config import EMBEDDING_LAYER, DecoderConfig
-from algorithms.models.config_keys import nested, read_size, required
+from algorithms.models.config_keys import nested, read_size, read_sizes, required, write_fields
 from specdec_kernels.checks import expect_at_least, expect_between, expect_choice
 
 DEFAULT_BLOCK_SIZE = 16
 MAX_CANDIDATES = 32  # most candidates that a selector's kernels take
 OWN, NEXT = SLOTS = ("own", "next")
-"""The position that slot k of a block drafts, counted from the last committed token: k (slot 0 drafts nothing), or
-k + 1."""
+"""What slot k of a block drafts, counted from the last committed token: k (slot 0 drafts nothing), or k + 1."""
 QUERY, ANCHOR = WINDOW_ORIGINS = ("query", "anchor")
-"""A window of W counts back from each query, W - 1 positions, or from the last committed token, W positions for all
-slots alike."""
+"""A window of W counts from each query, W - 1 positions back, or from the last token, W positions for all."""
 VANILLA, GATED, RNN = MARKOV_HEADS = ("vanilla", "gated", "rnn")
 GRU, SELECTOR = "gru", "selector"  # the heads of Domino and DFlash 2
 DOMINO_PROJECTORS = ("domino", "causal_v5")
 HIDDEN, HIDDEN_AND_TOKEN = "hidden", "hidden+token"
 """What a confidence head reads: the slot's hidden state, or also the token before, as the Markov head embeds it."""
 CAUSAL_KEYS = ("causal", "is_causal", "causal_head")
+_SELECTOR = {"rank": "selector_rank", "num_candidates": "selector_top_k"}
+_GRU_SIZES = {"rank": "emb_dim", "state_size": "gru_hidden_dim"}
+_GRU = _GRU_SIZES | {"num_plain": "pure_draft_prefix_len"}
+_CONV = {"taps": "conv_kernel_size", "group": "conv_group_size"}
+"""Fields and keys of heads and convolutions."""
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -61,18 +65,17 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         expect_choice("markov_head_type", self.kind, (*MARKOV_HEADS, GRU, SELECTOR))
+        expect_at_least("pure_draft_prefix_len", self.num_plain, 0)
         expect_between("selector_top_k", self.num_candidates, int(self.kind == SELECTOR), MAX_CANDIDATES)
         expect_at_least("rank of the head", self.rank, 1)
         expect_at_least("gru_hidden_dim", self.state_size, int(self.kind == GRU))
-        expect_at_least("pure_draft_prefix_len", self.num_plain, 0)
 
     def to_hf(self) -> dict[str, Any]:
         if self.kind in MARKOV_HEADS:
             return {"markov_rank": self.rank, "markov_head_type": self.kind}
         if self.kind == SELECTOR:
-            return {"selector_rank": self.rank, "selector_top_k": self.num_candidates}
-        sizes = {"emb_dim": self.rank, "gru_hidden_dim": self.state_size, "pure_draft_prefix_len": self.num_plain}
-        return {"projector_type": DOMINO_PROJECTORS[0], **sizes}
+            return write_fields(self, _SELECTOR)
+        return {"projector_type": DOMINO_PROJECTORS[0], **write_fields(self, _GRU)}
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,11 @@ class ConvConfig:
 
 
 @dataclass(frozen=True)
-class DFlashConfig:
+class DFlashConfig(Checked):
     """Shape of a block drafter: `decoder` describes its layers, sliding windows included."""
 
     decoder: DecoderConfig
-    block_size: int
+    block_size: Annotated[int, Between(1)]
     target_layer_ids: tuple[int, ...]
     """Target layers whose output is read, -1 for that of the embedding."""
     mask_token_id: int
@@ -96,8 +99,8 @@ class DFlashConfig:
     num_target_layers: int
     causal_layers: tuple[bool, ...]
     """Whether each layer is causal inside the block."""
-    slots: str = OWN
-    window_origin: str = QUERY
+    slots: Annotated[str, SLOTS] = OWN
+    window_origin: Annotated[str, WINDOW_ORIGINS] = QUERY
     reads_final_norm: bool = True
     """Whether the output of the target's last layer is read after the final norm."""
     embed_scale: float = 1.0
@@ -117,17 +120,13 @@ class DFlashConfig:
     """Whether the drafter has an embedding, and an LM head, that are not the target's."""
 
     def __post_init__(self) -> None:
-        expect_at_least("block_size", self.block_size, 1)
-        expect_choice("slots", self.slots, SLOTS)
+        super().__post_init__()
         if self.confidence == HIDDEN_AND_TOKEN and (self.head is None or self.head.kind not in MARKOV_HEADS):
             raise ValueError("confidence_head_with_markov: expected a Markov head, got markov_rank 0")
-        expect_choice("window_origin", self.window_origin, WINDOW_ORIGINS)
         if len(self.causal_layers) != self.decoder.num_layers:
             raise ValueError(f"causal_layers: expected {self.decoder.num_layers} entries, got {self.causal_layers}")
-        if self.conv is not None and self.decoder.hidden_size % self.conv.group:
-            raise ValueError(
-                f"conv_group_size: expected a divisor of hidden_size={self.decoder.hidden_size}, got {self.conv.group}"
-            )
+        if self.conv is not None and (hidden := self.decoder.hidden_size) % self.conv.group:
+            raise ValueError(f"conv_group_size: expected a divisor of hidden_size={hidden}, got {self.conv.group}")
         expect_between("output_multiplier", self.logit_scale, 0, inf, above=True)
         expect_between("final_logit_softcapping", self.logit_soft_cap, 0, inf, above=True, nullable=True)
         outside = [i for i in self.target_layer_ids if not EMBEDDING_LAYER <= i < self.num_target_layers]
@@ -148,7 +147,6 @@ class DFlashConfig:
 
     @property
     def sliding_causal(self) -> bool:
-        """Whether layers with a window are causal inside the block."""
         return any(causal for causal, window in zip(self.causal_layers, self._windows, strict=True) if window)
 
     @property
@@ -185,6 +183,7 @@ class DFlashConfig:
         if ids is None:
             ids = default_target_layer_ids(num_target_layers, decoder.num_layers)
         windows, causal = _read_attention(merged, decoder.num_layers)
+        confidence = HIDDEN_AND_TOKEN if merged.get("confidence_head_with_markov") else HIDDEN
         cap = merged.get("final_logit_softcapping") or None
         known = read_size("draft_vocab_size", merged.get("draft_vocab_size") or decoder.vocab_size)
         return cls(
@@ -200,9 +199,9 @@ class DFlashConfig:
             embed_scale=float(merged.get("input_embedding_scale") or 1.0),
             logit_scale=float(merged.get("output_multiplier") or 1.0),
             logit_soft_cap=None if cap is None else float(cap),
-            conv=_read_conv(merged),
+            conv=ConvConfig(**read_sizes(merged, _CONV)) if merged.get("conv_kernel_size") else None,
             head=_read_head(merged),
-            confidence=_read_confidence(merged),
+            confidence=confidence if merged.get("enable_confidence_head") else None,
             draft_vocab_size=None if known == decoder.vocab_size else known,
         )
 
@@ -221,7 +220,7 @@ class DFlashConfig:
             if getattr(self, field) != default:
                 own[key] = getattr(self, field)
         if self.conv is not None:
-            own |= {"conv_kernel_size": self.conv.taps, "conv_group_size": self.conv.group}
+            own |= write_fields(self.conv, _CONV)
         head, confidence = self.head, self.confidence
         if confidence is not None:
             own |= {"enable_confidence_head": True, "confidence_head_with_markov": confidence == HIDDEN_AND_TOKEN}
@@ -247,29 +246,16 @@ _OPTIONAL_KEYS = {
 """Keys that are written where a field is not at its default."""
 
 
-def _read_conv(merged: Mapping[str, Any]) -> ConvConfig | None:
-    if not merged.get("conv_kernel_size"):
-        return None
-    return ConvConfig(*(read_size(key, required(merged, key)) for key in ("conv_kernel_size", "conv_group_size")))
-
-
 def _read_head(merged: Mapping[str, Any]) -> HeadConfig | None:
     if merged.get("selector_rank"):
-        rank, most = (read_size(key, required(merged, key)) for key in ("selector_rank", "selector_top_k"))
-        return HeadConfig(SELECTOR, rank, num_candidates=most)
+        return HeadConfig(SELECTOR, **read_sizes(merged, _SELECTOR))
     if merged.get("projector_type") in DOMINO_PROJECTORS:
-        rank, state_size = (read_size(key, required(merged, key)) for key in ("emb_dim", "gru_hidden_dim"))
-        return HeadConfig(GRU, rank, state_size, int(merged.get("pure_draft_prefix_len") or 0))
+        num_plain = int(merged.get("pure_draft_prefix_len") or 0)
+        return HeadConfig(GRU, **read_sizes(merged, _GRU_SIZES), num_plain=num_plain)
     if merged.get("projector_type") is not None:
         raise ValueError(f"projector_type '{merged['projector_type']}' is not supported, expected dspark or domino")
     rank = int(merged.get("markov_rank") or 0)
     return HeadConfig(str(merged.get("markov_head_type", VANILLA)).lower(), rank) if rank else None
-
-
-def _read_confidence(merged: Mapping[str, Any]) -> str | None:
-    if not merged.get("enable_confidence_head"):
-        return None
-    return HIDDEN_AND_TOKEN if merged.get("confidence_head_with_markov") else HIDDEN
 
 
 def _read_attention(merged: Mapping[str, Any], num_layers: int) -> tuple[Windows, tuple[bool, ...]]:

@@ -21,8 +21,14 @@ import specdec_kernels as kernels
 from algorithms.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.checked import Between, Checked
 from algorithms.dflash.config import ANCHOR, SELECTOR
-from algorithms.drafting.draft_sampling import DraftSampling, SampledShape
-from algorithms.drafting.tree_shape import DEFAULT_TREE_NODES, MAX_NODES, MAX_TOPK, TreeShape
+from algorithms.drafting.draft_sampling import (
+    DEFAULT_TREE_NODES,
+    MAX_NODES,
+    MAX_TOPK,
+    DraftSampling,
+    SampledShape,
+    TreeShape,
+)
 from algorithms.models.config import EMBEDDING_LAYER
 
 if TYPE_CHECKING:
@@ -30,14 +36,11 @@ if TYPE_CHECKING:
 
     from algorithms.dflash.config import DFlashConfig
     from algorithms.dflash.heads import BlockLogits
-    from algorithms.drafting.sampled_tree import SampledTree
     from algorithms.models.loading import Target, TargetFolder
-    from specdec_kernels import Frontier, TreeLinks
+    from specdec_kernels import Frontier
 
 
 class DFlash(Algorithm):
-    """Block-diffusion drafting."""
-
     name = "dflash"
     needs_draft_model = True
 
@@ -71,9 +74,8 @@ class DFlash(Algorithm):
         _, drafter = read_dflash(cls.drafter_folder(draft_path), target)
         _block_of(config, drafter)
         modes = {mode for mode, _ in _attention_kinds(drafter, config.window)}
-        return AttentionCalls(
-            drafter.decoder, {"draft": next(mode for mode in ("tree", "block", "chain") if mode in modes)}
-        )
+        draft = next(mode for mode in ("tree", "block", "chain") if mode in modes)
+        return AttentionCalls(drafter.decoder, {"draft": draft})
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.dflash.loading import load_dflash
@@ -110,12 +112,9 @@ class DFlash(Algorithm):
                 vocabulary=self._drafter.vocabulary,
             )  # fmt: skip
 
-    def propose(self, batch: Batch) -> DraftTree:
-        return self.propose_few(batch, self.num_nodes)
-
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
         """The whole block is drafted, because its positions see each other; the LM head runs at the first ones only."""
-        from algorithms.drafting.marginals import draft_chain, draft_tree
+        from algorithms.drafting.tree_drafter import draft_chain, draft_tree
 
         impl, depth = self._resources.impl, min(self._most_drafts, num_nodes - 1)
         if depth == 0:
@@ -126,37 +125,38 @@ class DFlash(Algorithm):
         drafted = hidden[:, -logits.shape[1] :]
         if (lattice := self._drafter.lattice(logits, drafted, batch.last_tokens, impl)) is not None:
             return self._from_lattice(batch, *lattice, num_nodes)
-        if self._sampled is not None:
-            return self._sample(batch, logits, paths, self._sampled)
-        if paths is not None and self.chain:
-            return self._chain_by_levels(batch, paths, depth)
         if paths is not None:
-            return self._tree_by_levels(batch, paths, TreeShape(depth, self._topk, num_nodes))
+            return self._along_paths(batch, paths, depth, num_nodes)
+        if self._sampled is not None:
+            return self._sampled.sample(batch, logits)
         vocabulary, scored = self._drafter.vocabulary, self._resources.needs_path_probs
         if self.chain:
             confidence = self._drafter.confidence(drafted) if scored else None
             return draft_chain(batch, logits, impl, vocabulary, scored, confidence)
         return draft_tree(batch, logits, self._topk, num_nodes, impl, vocabulary, self._drafter.confidence(drafted))
 
-    def _chain_by_levels(self, batch: Batch, paths: BlockLogits, depth: int) -> DraftTree:
-        """The chain of the most likely token of each of `depth` positions given those before it."""
-        import torch
+    def _along_paths(self, batch: Batch, paths: BlockLogits, depth: int, num_nodes: int) -> DraftTree:
+        """The chain or tree of a drafter whose head reads the drafts before each."""
+        from algorithms.drafting.tree_drafter import grow_chain, grow_tree, level_masks
 
-        from algorithms.drafting.marginals import in_target
+        impl, vocabulary = self._resources.impl, self._drafter.vocabulary
+        if self._sampled is None and self.chain:
+            return grow_chain(
+                batch, lambda place, tokens: paths.after(place, tokens).squeeze(1), depth, impl, vocabulary,
+                self._resources.needs_path_probs, paths.confidence,
+            )  # fmt: skip
+        first = paths.after(0, batch.last_tokens[:, None]).squeeze(1)
+        if self._sampled is not None:
+            return self._sampled.grow(batch, first, lambda level, *columns: paths.after(level + 1, *columns))
 
-        scored, impl, last_tokens = self._resources.needs_path_probs, self._resources.impl, batch.last_tokens
-        tokens = last_tokens.new_empty(len(last_tokens), depth + 1)
-        tokens[:, 0] = last_tokens
-        probs = last_tokens.new_ones(tokens.shape, dtype=torch.float32) if scored else None
-        for place in range(depth):
-            here = paths.after(place, tokens[:, place : place + 1])
-            picked = kernels.pick_tokens(here.flatten(0, 1), return_logprobs=scored, impl=impl)
-            tokens[:, place + 1] = in_target(picked.tokens, self._drafter.vocabulary)
-            if probs is not None and picked.logprobs is not None:
-                sure = paths.confidence()
-                probs[:, place + 1] = picked.logprobs.exp() if sure is None else sure.squeeze(1)
-        links = kernels.build_chain(batch.lengths, depth + 1, impl=impl)
-        return DraftTree(tokens, links, path_probs=None if probs is None else probs.cumprod(1))
+        def run(level: int, frontier: Frontier) -> Tensor:
+            return paths.after(level + 1, frontier.tokens, frontier.parents)
+
+        shape = TreeShape(depth, self._topk, num_nodes)
+        return grow_tree(
+            batch, first, run, shape, level_masks(batch, shape), impl, vocabulary=vocabulary,
+            confidence=paths.confidence,
+        )  # fmt: skip
 
     def _from_lattice(self, batch: Batch, lattice: kernels.Lattice, pairs: Tensor, num_nodes: int) -> DraftTree:
         """The chain or tree of the most likely candidates given their parents, or a chain sampled from these."""
@@ -176,46 +176,22 @@ class DFlash(Algorithm):
             links = kernels.build_tree(chosen.parents, batch.lengths, impl=impl)
         return DraftTree(chosen.tokens, links, path_probs=chosen.scores)
 
-    def _sample(self, batch: Batch, logits: Tensor, paths: BlockLogits | None, tree: SampledTree) -> DraftTree:
-        if paths is None:
-            return tree.sample(batch, logits)
-        first = paths.after(0, batch.last_tokens[:, None]).squeeze(1)
-        return tree.grow(batch, first, lambda level, tokens, parents: paths.after(level + 1, tokens, parents))
-
-    def _tree_by_levels(self, batch: Batch, paths: BlockLogits, shape: TreeShape) -> DraftTree:
-        from algorithms.drafting.tree_drafter import grow_tree, level_masks
-
-        def run(level: int, frontier: Frontier) -> Tensor:
-            return paths.after(level + 1, frontier.tokens, frontier.parents)
-
-        first = paths.after(0, batch.last_tokens[:, None]).squeeze(1)
-        return grow_tree(
-            batch, first, run, shape, level_masks(batch, shape), self._resources.impl,
-            vocabulary=self._drafter.vocabulary, confidence=paths.confidence,
-        )  # fmt: skip
-
     def _block_outputs(self, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-        """Final hidden states of each block's first slots, up to the last of `depth` drafts, and logits [B, depth, V_d]
-        of these drafts."""
+        """Final hidden states of each block up to the last of `depth` drafts, and logits [B, depth, V_d] of these."""
         from algorithms.attention.paged_attention import PagedMixer
 
         drafter, first = self._drafter, self._drafter.config.first_slot
         links = kernels.build_chain(batch.lengths, self._block, impl=self._resources.impl)
+        windows: dict[str, Any] = {}
+        if any(mode == "tree" for mode, _ in self._kinds):
+            # One window for all slots of a block: as a tree whose nodes all have depth 0.
+            mask = links.mask if drafter.config.sliding_causal else links.mask[:, -1:].expand_as(links.mask)
+            windows = dict(mask=mask.contiguous(), depths=links.depth * 0)
         mixer = PagedMixer.over(
-            batch, links.positions, self._cache, self._resources, phase="draft", kinds=self._kinds,
-            **self._anchored_windows(links),
-        )  # fmt: skip
+            batch, links.positions, self._cache, self._resources, phase="draft", kinds=self._kinds, **windows
+        )
         hidden = drafter(drafter.embed_block(self._target, batch.last_tokens, self._block), mixer)
         return hidden[:, : first + depth], drafter.logits(self._target, hidden[:, first : first + depth])
-
-    def _anchored_windows(self, links: TreeLinks) -> dict[str, Any]:
-        """Mask and depths with which `tree` mode gives all slots of a block one window, if a layer has such a one."""
-        if not any(mode == "tree" for mode, _ in self._kinds):
-            return {}
-        mask = (
-            links.mask if self._drafter.config.sliding_causal else links.mask[:, -1:].expand_as(links.mask).contiguous()
-        )
-        return dict(mask=mask, depths=links.depth * 0)
 
     def observe(self, seen: Observation) -> None:
         impl, batch, width = self._resources.impl, seen.batch, seen.tokens.shape[1]

@@ -30,8 +30,7 @@ def tensor_name(stored: str) -> str:
 
 
 def family_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str:
-    """The first family whose marks fit the flat `config` and the names of `tensors`. Tensors are asked before
-    `architectures`, which converters rewrite."""
+    """The first family whose marks fit: `tensors` are asked before `architectures`, which converters rewrite."""
     architectures, own = config.get("architectures") or (), nested(config, "dflash_config")
     projector = own.get("projector_type")
     if "kind" in config:

@@ -54,8 +54,7 @@ class MarkovHead(nn.Module):
         self.state_size = rank if config.kind == RNN else 0
 
     def bias(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """What a head without a state adds to the logits, `[..., V_d]`. `tokens [...]` int64 precede the drafts,
-        `hidden [..., hidden]` are their slots'."""
+        """What a head without a state adds, `[..., V_d]`, after `tokens [...]`, to slots of `hidden [..., hidden]`."""
         e = self.markov_w1(tokens)
         if self.gate_proj is not None:
             e = torch.sigmoid(self.gate_proj(torch.cat([hidden, e], -1))) * e
@@ -104,8 +103,6 @@ class PrefixGRU(nn.Module):
 
 
 class GRUHead(nn.Module):
-    """Domino's head."""
-
     def __init__(self, config: HeadConfig, num_known: int, hidden_size: int) -> None:
         super().__init__()
         self.state_size, self.num_plain = config.state_size, config.num_plain
@@ -239,8 +236,7 @@ class BlockLogits:
         return logits
 
     def confidence(self) -> Tensor | None:
-        """[B, T] float32: how likely a draft after each of the tokens that `after` had last is accepted, None without a
-        confidence head."""
+        """[B, T] float32: how likely a draft after `after`'s last tokens is accepted; None without such a head."""
         head, e = self._head, None
         if self._confidence is None:
             return None

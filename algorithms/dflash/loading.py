@@ -31,10 +31,7 @@ def load_dflash(
         drafter = DFlashDrafter(config)
     ignored = {*(() if config.reduced else VOCABULARY), "verifier_lm_head.weight", "verifier_norm.weight"}
     load_weights(drafter, folder, device, dtype, ignored=ignored, rename=tensor_name)
-    if config.reduced:
-        loading.check_vocabulary(folder, drafter.d2t, drafter.t2d)
-    loading.drop_copies(drafter, target.model)
-    loading.quantise_drafter(drafter, target)
+    loading.fit_drafter(folder, drafter, target)
     shard_drafter(drafter)
     return drafter
 

@@ -21,7 +21,7 @@ from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import INIT_STD, Decoder, DecoderLayer, embedding, reset_layers, run_layers
 from algorithms.models.fusion import FusableModel, project, queries_only
 from algorithms.models.layers import Mixer, RMSNorm
-from algorithms.models.packing import joined
+from algorithms.models.scaled_linear import joined
 from specdec_kernels import Normed, ScaledWeight
 
 
@@ -34,8 +34,6 @@ class StackedKV(NamedTuple):
 
 
 class ConvLayer(DecoderLayer):
-    """A layer with convolutions around attention and MLP."""
-
     def __init__(self, decoder: DecoderConfig, conv: ConvConfig) -> None:
         super().__init__(decoder)
         self.attention_conv = GroupedConv(conv, decoder.hidden_size)
@@ -49,7 +47,6 @@ class ConvLayer(DecoderLayer):
         return Normed(following(x), x)
 
     def _after(self, layer: int, normed: Tensor, x: Tensor, mixer: Mixer) -> Tensor:
-        """The stream after the layer, from `x` and its norm."""
         convolve, projection = GroupedConv.convolve, self.self_attn.o_proj
         before, after = self.attention_conv.coefficients(normed)
         mixed = self.self_attn(layer, convolve(normed, before), mixer)
@@ -60,8 +57,6 @@ class ConvLayer(DecoderLayer):
 
 
 class DFlashDrafter(FusableModel):
-    """Draft layers over materialised target features."""
-
     d2t: Tensor
     t2d: Tensor
 
@@ -70,9 +65,8 @@ class DFlashDrafter(FusableModel):
         self.config = config
         hidden, eps = config.decoder.hidden_size, config.decoder.rms_norm_eps
         decoder, conv = config.decoder, config.conv
-        self.layers = nn.ModuleList(
-            DecoderLayer(decoder) if conv is None else ConvLayer(decoder, conv) for _ in range(decoder.num_layers)
-        )
+        layers = [ConvLayer(decoder, conv) if conv else DecoderLayer(decoder) for _ in range(decoder.num_layers)]
+        self.layers = nn.ModuleList(layers)
         self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.norm = RMSNorm(hidden, eps)
@@ -114,20 +108,16 @@ class DFlashDrafter(FusableModel):
 
     def embed_block(self, target: Decoder, last_tokens: Tensor, size: int) -> Tensor:
         """Inputs `[..., size, hidden]` of blocks: the embedding of each of `last_tokens [...]` int64, then masks."""
-        return self._block_embeddings(target, last_tokens, size) * self.config.embed_scale
-
-    def _block_embeddings(self, target: Decoder, last_tokens: Tensor, size: int) -> Tensor:
         if self.mask_embedding is None:
             tokens = last_tokens.new_full((*last_tokens.shape, size), self.config.mask_token_id)
             tokens[..., 0] = last_tokens
-            return self.embed(target, tokens)
+            return self.embed(target, tokens) * self.config.embed_scale
         first = self.embed(target, last_tokens)[..., None, :]
         masks = self.mask_embedding.to(first.dtype).expand(*last_tokens.shape, size - 1, -1)
-        return torch.cat([first, masks], dim=-2)
+        return torch.cat([first, masks], dim=-2) * self.config.embed_scale
 
     def context(self, features: list[Tensor], hidden: Tensor) -> Tensor:
-        """Context `[..., T, hidden]` from `features`, one `[..., T, hidden]` per target layer id, and the final
-        hidden states."""
+        """Context `[..., T, hidden]` from `features [..., T, hidden]` of each layer id, and final hidden states."""
         ids, last = self.config.target_layer_ids, self.config.num_target_layers - 1
         if len(features) != len(ids):
             raise ValueError(f"DFlash reads {len(ids)} target layers, got features of {len(features)}")
@@ -172,8 +162,7 @@ class DFlashDrafter(FusableModel):
         return BlockLogits(head, self.confidence_head, table, logits, hidden, impl)
 
     def confidence(self, hidden: Tensor) -> Tensor | None:
-        """[...] float32: how likely a draft is accepted from `hidden [..., hidden]` alone, of a drafter without a
-        head; None without a confidence head."""
+        """[...] float32: how likely a draft is accepted from `hidden [..., hidden]` alone; None without such a head."""
         return None if self.confidence_head is None else self.confidence_head(hidden, None)
 
     def cap(self, logits: Tensor) -> Tensor:

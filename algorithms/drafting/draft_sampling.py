@@ -1,4 +1,4 @@
-"""Sampled drafts: how siblings are sampled, the rule that accepts them, and the shape of their tree.
+"""Sizes of draft trees, and sampled drafts: how siblings are sampled, the rule that accepts them, and their tree.
 
 The rules take each token for a sample from its parent's distribution, so the shape of the tree must not depend on
 the sampled tokens: it is fixed in advance. This file imports no torch.
@@ -11,7 +11,58 @@ from functools import cached_property
 from heapq import heappop, heappush
 
 from algorithms.checked import Checked
-from algorithms.drafting.tree_shape import TreeShape
+from specdec_kernels.checks import expect_at_least, expect_between
+
+DEFAULT_TREE_NODES = 32
+MAX_NODES = 256
+MAX_TOPK = 64
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """`steps` levels (K), `topk` children per token (T), and `num_nodes` that are verified, node 0 included (N)."""
+
+    steps: int
+    topk: int
+    num_nodes: int
+
+    @classmethod
+    def of(cls, steps: int, topk: int, num_nodes: int | None) -> TreeShape:
+        """`num_nodes` None: a chain verifies all of its drafts, a tree up to 32 nodes."""
+        if num_nodes is None and steps >= 1 and topk >= 1:
+            num_nodes = steps + 1 if topk == 1 else min(DEFAULT_TREE_NODES, 1 + topk + (steps - 1) * topk**2)
+        return cls(steps, topk, num_nodes or 0)
+
+    def __post_init__(self) -> None:
+        expect_at_least("algo.steps", self.steps, 1)
+        expect_between("algo.topk", self.topk, 1, MAX_TOPK)
+        most = min(1 + self.num_candidates, MAX_NODES)
+        if not 2 <= self.num_nodes <= most:
+            raise ValueError(
+                f"algo.num_nodes: {self.steps} steps with topk {self.topk} draft 2 to {most} nodes, node 0 "
+                f"included, got {self.num_nodes}"
+            )
+
+    def limited(self, num_nodes: int) -> TreeShape:
+        """The shape of a tree of fewer nodes: no level is drafted that no path of them reaches."""
+        return TreeShape(min(self.steps, num_nodes - 1), self.topk, num_nodes)
+
+    @property
+    def num_candidates(self) -> int:
+        return self.topk + (self.steps - 1) * self.topk**2
+
+    def draft_slots(self, stored: int) -> int:
+        """Slots that a drafter writes after L: `stored` (1 with node 0, else 0) and one per token that it runs."""
+        return stored + (self.steps - 1) * self.topk
+
+    @property
+    def chain(self) -> bool:
+        return self.topk == 1
+
+    @property
+    def max_depth(self) -> int:
+        return min(self.steps, self.num_nodes - 1)
+
 
 SAMPLINGS = ("topk", "without_replacement", "sample")
 """The most likely tokens; samples without replacement; independent samples."""
@@ -34,8 +85,7 @@ class DraftSampling:
 
     @classmethod
     def of(cls, kind: str | None, rule: str | None, chain: bool) -> DraftSampling:
-        """From the settings `algo.draft_sampling` and `algo.rule`; None follows from the other. Raises ValueError
-        for an unknown kind, or a rule that is not exact for it."""
+        """From `algo.draft_sampling` and `algo.rule`; None follows from the other. ValueError: unknown or inexact."""
         rules, shape = (_CHAIN_RULES, "chain") if chain else (_TREE_RULES, "tree")
         if kind is None:
             kind = next((each for each in SAMPLINGS if rule is None or rule in rules[each]), None)
@@ -67,7 +117,6 @@ class DraftSampling:
         return _TREE_RULES[self.kind]
 
     def shape(self, size: TreeShape) -> SampledShape | None:
-        """The shape of the sampled tree, see `SampledShape.of`; None where nothing is sampled."""
         return SampledShape.of(size) if self.sampled else None
 
 
@@ -102,8 +151,7 @@ class SampledShape:
 
     @classmethod
     def of(cls, size: TreeShape) -> SampledShape:
-        """The `num_nodes` nodes that are reached most often if first children are accepted with `FIRST_SHARE`; at
-        most `topk` nodes per level have children."""
+        """The `num_nodes` most often reached nodes by `FIRST_SHARE`; `topk` nodes per level have children at most."""
         above, depths = [-1], [0]
         ranks: list[tuple[int, ...]] = [()]
         parents_at: dict[int, set[int]] = {}
@@ -142,5 +190,4 @@ class SampledShape:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def parents_at(self, depth: int) -> list[int]:
-        """Nodes of this depth that have children."""
         return [node for node in sorted(set(self.parents[1:])) if self.depths[node] == depth]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from algorithms.drafting.marginals import in_target
+from algorithms.drafting.tree_drafter import in_target
 from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder, embedding
 from algorithms.models.dense_mixer import DenseMixer

@@ -19,12 +19,12 @@ from torch import Tensor
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Batch, DraftTree, Resources
-from algorithms.attention.levels import LevelSizes, LevelViews
 from algorithms.attention.memory import DraftMemory, Levels
+from algorithms.attention.paged_attention import LevelSizes, LevelViews
+from algorithms.drafting.draft_sampling import TreeShape
 from algorithms.drafting.sampled_tree import SampledTree
-from algorithms.drafting.tree_shape import TreeShape
 from algorithms.models.layers import Mixer
-from specdec_kernels.tree import mask_words
+from specdec_kernels.tree import MAX_NODES, mask_words
 
 RunLevel = Callable[[Tensor, Tensor | None, Mixer], Tensor]
 """(tokens [B, T], parents [B, T] columns of the level before, mixer) -> logits [B, T, V] after each token. The
@@ -57,34 +57,26 @@ class TreeDrafter:
         logits, run = self._adjusted(batch, logits, run)
         if self.sampled is not None:
             return self.sampled.grow(
-                batch, logits, lambda level, tokens, _: run(tokens, None, levels[level + self.base])
+                batch, logits, lambda level, tokens, _: run(tokens, None, levels(level + self.base))
             )
-        impl, depth = self.resources.impl, self.shape.max_depth
-        scored = self.resources.needs_path_probs
-        added, tokens = self.vocabulary, [batch.last_tokens]
-        logprobs = [torch.zeros_like(batch.lengths, dtype=torch.float32)]
-        for level in range(1, depth + 1):
-            picked = kernels.pick_tokens(logits, return_logprobs=scored, impl=impl)
-            if picked.logprobs is not None:
-                logprobs.append(picked.logprobs)
-            tokens.append(picked.tokens if added is None else picked.tokens + added[picked.tokens])
-            if level < depth:
-                logits = run(tokens[-1][:, None], None, levels[level - 1 + self.base]).squeeze(1)
-        path_probs = torch.stack(logprobs, 1).cumsum(1).exp() if scored else None
-        links = kernels.build_chain(batch.lengths, depth + 1, impl=impl)
-        return DraftTree(torch.stack(tokens, 1), links, path_probs=path_probs)
+
+        def run_level(place: int, tokens: Tensor) -> Tensor:
+            return logits if place == 0 else run(tokens, None, levels(place - 1 + self.base)).squeeze(1)
+
+        impl, scored = self.resources.impl, self.resources.needs_path_probs
+        return grow_chain(batch, run_level, self.shape.max_depth, impl, self.vocabulary, scored)
 
     def tree(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
         """Draft a tree from `logits [B, V]` after the last token."""
         logits, run = self._adjusted(batch, logits, run)
         if self.sampled is not None:
             levels = self._tree_mixers(batch, self.sampled.masks(len(logits)))
-            return self.sampled.grow(batch, logits, lambda level, tokens, parents: run(tokens, parents, levels[level]))
+            return self.sampled.grow(batch, logits, lambda level, tokens, parents: run(tokens, parents, levels(level)))
         masks = level_masks(batch, self.shape, self.base)
         mixers = self._tree_mixers(batch, masks)
 
         def run_level(level: int, frontier: kernels.Frontier) -> Tensor:
-            return run(frontier.tokens, frontier.parents, mixers[level])
+            return run(frontier.tokens, frontier.parents, mixers(level))
 
         return grow_tree(
             batch, logits, run_level, self.shape, masks, self.resources.impl, base=self.base, vocabulary=self.vocabulary
@@ -122,6 +114,29 @@ def level_masks(batch: Batch, shape: TreeShape, base: int = 0) -> list[Tensor]:
     """Room for what each frontier sees, [B, T, W] int64 per level; `base` slots come before the first level."""
     ends = [base + (level + 1) * shape.topk for level in range(shape.steps - 1)]
     return [batch.lengths.new_empty(len(batch.lengths), shape.topk, mask_words(end)) for end in ends]
+
+
+def grow_chain(
+    batch: Batch,
+    run: Callable[[int, Tensor], Tensor],
+    depth: int,
+    impl: str,
+    vocabulary: Tensor | None = None,
+    scored: bool = False,
+    confidence: Callable[[], Tensor | None] = lambda: None,
+) -> DraftTree:
+    """The most likely token of each of `depth` positions given those before it. `run(place, tokens)` gives the logits
+    [B, V] after `tokens [B, 1]`; `vocabulary`, `scored` as in `draft_chain`, `confidence` as in `grow_tree`."""
+    tokens = [batch.last_tokens]
+    probs = [torch.ones_like(batch.lengths, dtype=torch.float32)]
+    for place in range(depth):
+        picked = kernels.pick_tokens(run(place, tokens[-1][:, None]), return_logprobs=scored, impl=impl)
+        tokens.append(in_target(picked.tokens, vocabulary))
+        if picked.logprobs is not None:
+            sure = confidence()
+            probs.append(picked.logprobs.exp() if sure is None else sure.squeeze(1))
+    links = kernels.build_chain(batch.lengths, depth + 1, impl=impl)
+    return DraftTree(torch.stack(tokens, 1), links, path_probs=torch.stack(probs, 1).cumprod(1) if scored else None)
 
 
 def grow_tree(
@@ -170,3 +185,90 @@ def grow_tree(
     chosen = kernels.rerank_tree(*candidates, batch.last_tokens, shape.num_nodes, impl=impl)
     links = kernels.build_tree(chosen.parents, batch.lengths, impl=impl)
     return DraftTree(chosen.tokens, links, path_probs=chosen.scores)
+
+
+# Drafts from one distribution per position, which do not depend on the drafts before.
+
+
+def draft_chain(
+    batch: Batch,
+    logits: Tensor,
+    impl: str,
+    vocabulary: Tensor | None = None,
+    scored: bool = False,
+    confidence: Tensor | None = None,
+) -> DraftTree:
+    """The most likely token of each position of `logits [B, D, V]`. `vocabulary [V]` int64 is added to an id to give
+    the target's; `scored` adds path probabilities, of the drafts' own probabilities or of `confidence [B, D]`."""
+    rows, depth, _ = logits.shape
+    picked = kernels.pick_tokens(logits.flatten(0, 1), return_logprobs=scored, impl=impl)
+    tokens = batch.last_tokens.new_empty(rows, depth + 1)
+    tokens[:, 0] = batch.last_tokens
+    tokens[:, 1:] = in_target(picked.tokens, vocabulary).view(rows, depth)
+    path_probs = None
+    if picked.logprobs is not None:
+        path_probs = picked.logprobs.new_ones(rows, depth + 1)
+        probs = picked.logprobs.view(rows, depth).exp() if confidence is None else confidence
+        path_probs[:, 1:] = probs.cumprod(1)
+    return DraftTree(tokens, kernels.build_chain(batch.lengths, depth + 1, impl=impl), path_probs=path_probs)
+
+
+def draft_tree(
+    batch: Batch,
+    logits: Tensor,
+    topk: int,
+    num_nodes: int,
+    impl: str,
+    vocabulary: Tensor | None = None,
+    confidence: Tensor | None = None,
+) -> DraftTree:
+    """The `num_nodes` most likely paths over the `topk` most likely tokens of each position. `confidence [B, D]` is a
+    factor of the probabilities of each position."""
+    rows, depth, _ = logits.shape
+    probs, ids = kernels.draft_topk(logits.flatten(0, 1), topk, impl=impl)
+    probs, ids = (x.view(rows, depth, topk) for x in (probs, in_target(ids, vocabulary)))
+    if confidence is not None:
+        probs = probs * confidence[..., None]
+    chosen = kernels.best_first_tree(probs, ids, last_tokens=batch.last_tokens, num_nodes=num_nodes, impl=impl)
+    links = kernels.build_tree(chosen.parents, batch.lengths, impl=impl)
+    return DraftTree(chosen.tokens, links, path_probs=chosen.scores)
+
+
+def in_target(ids: Tensor, vocabulary: Tensor | None) -> Tensor:
+    """Ids of a drafter, of any shape, as ids of the target."""
+    return ids if vocabulary is None else ids + vocabulary.take(ids)
+
+
+def insert_chain(tree: DraftTree, chain: Tensor, lengths: Tensor, is_chain: bool, impl: str) -> DraftTree:
+    """`tree` with the tokens of `chain` [B, M] int64 after its root, -1 after the last of a row; M < N.
+
+    It keeps its number of nodes N: the last nodes of a tree are dropped, and the first tokens of a chain are
+    replaced. `lengths` [B] are the positions of the roots. Tree and chain have at most 256 nodes together; the end
+    of a longer chain is left out.
+    """
+    if is_chain:
+        drafts = tree.tokens[:, 1 : 1 + chain.shape[1]]
+        rest = tree.tokens[:, 1 + chain.shape[1] :]
+        return replace(tree, tokens=torch.cat([tree.tokens[:, :1], torch.where(chain < 0, drafts, chain), rest], 1))
+    chain = chain[:, : MAX_NODES - tree.tokens.shape[1]]
+    place = torch.arange(-1, chain.shape[1], device=chain.device, dtype=torch.int32)
+    given = torch.cat([torch.ones_like(tree.tokens[:, :1]), chain], 1) >= 0
+    parents = torch.where(given, place, kernels.UNUSED_PARENT).int()
+    both = torch.cat([tree.tokens[:, :1], chain.clamp(min=0)], 1)
+    drafted = kernels.tree_parents(tree.links.mask, impl=impl)
+    tokens, parents = kernels.merge_trees(both, parents, tree.tokens, drafted, impl=impl)
+    tokens, parents = _first_nodes(tokens, parents, tree.tokens.shape[1])
+    return replace(tree, tokens=tokens, links=kernels.build_tree(parents, lengths, impl=impl))
+
+
+def _first_nodes(tokens: Tensor, parents: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` nodes that are in the tree: tokens and parents [B, count], as `build_tree` takes them."""
+    kept = parents != kernels.UNUSED_PARENT
+    number = kept.long().cumsum(1) - 1
+    # Every other node goes to a column past the last.
+    column = torch.where(kept, number, count).clamp(max=count)
+    parent = number.gather(1, parents.clamp(min=0).long()).int()
+    shape = (len(tokens), count + 1)
+    moved = tokens[:, :1].expand(shape).scatter(1, column, tokens)
+    above = torch.full(shape, kernels.UNUSED_PARENT, dtype=torch.int32, device=tokens.device).scatter(1, column, parent)
+    return moved[:, :count].contiguous(), above[:, :count].contiguous()

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from algorithms.drafting.feature_drafter import NORMED, RAW, STREAMS
+from algorithms.checked import Checked
+from algorithms.drafting.level_drafter import NORMED, RAW, STREAMS
 from algorithms.models.config import EMBEDDING_LAYER, DecoderConfig
 from algorithms.models.config_keys import nested
+from specdec_kernels.checks import expect_between
 
 NUM_FEATURES = 3  # target layers of a head that names none
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -25,8 +27,6 @@ JOINT, EACH = FEATURE_NORMS = ("joint", "each")
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Shape of an EAGLE head: `decoder` describes its layers."""
-
     decoder: DecoderConfig
     fc_bias: bool = True
 
@@ -51,7 +51,7 @@ def default_aux_layer_ids(num_target_layers: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(Checked):
     """An EAGLE-3 head: the shape of its layers, with the target's vocabulary, and its conventions."""
 
     decoder: DecoderConfig
@@ -61,32 +61,24 @@ class Eagle3Config:
     """None: the default of the target at hand."""
     feature_norm: str | None = None
     """Norm of the features in front of `fc`: `joint` over all of them, `each` (EAGLE-3.1), or None."""
-    residual: str = RAW
+    residual: Annotated[str, STREAMS] = RAW
     """Start of the first layer's residual stream: the fused feature, or its norm."""
-    feedback: str = RAW
+    feedback: Annotated[str, STREAMS] = RAW
     """Feature of the next level of a draft: the stream, or its norm (EAGLE-3.1)."""
-    logits: str = NORMED
+    logits: Annotated[str, STREAMS] = NORMED
     """Input of the LM head: the norm of the stream, or the stream."""
     mask_token_id: int | None = None
     """P-EAGLE: the token of the rows that draft in one pass; None for a head that drafts token after token."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.draft_vocab_size <= self.decoder.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size: expected 1 to vocab_size={self.decoder.vocab_size}, got {self.draft_vocab_size}"
-            )
+        super().__post_init__()
+        vocab_size = self.decoder.vocab_size
+        expect_between("draft_vocab_size", self.draft_vocab_size, 1, vocab_size)
+        expect_between("mask_token_id", self.mask_token_id, 0, vocab_size - 1, nullable=True)
         if self.aux_layer_ids == ():
             raise ValueError(f"{LAYER_IDS_KEY}: expected at least one layer, got none")
-        for name in ("residual", "feedback", "logits"):
-            if getattr(self, name) not in STREAMS:
-                raise ValueError(f"{name}: expected {' or '.join(STREAMS)}, got {getattr(self, name)!r}")
         if self.feedback == NORMED and self.logits == RAW:
             raise ValueError("logits=raw with feedback=normed: expected an LM head that reads the norm too")
-        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.decoder.vocab_size:
-            raise ValueError(
-                f"mask_token_id: expected 0 to {self.decoder.vocab_size - 1}, the target's ids, "
-                f"got {self.mask_token_id}"
-            )
 
     @property
     def reduced(self) -> bool:

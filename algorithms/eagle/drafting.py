@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from algorithms.algorithm import AttentionCalls, Batch, DraftTree, Resources
 from algorithms.drafting.draft_sampling import LevelSettings
-from algorithms.drafting.feature_drafter import FeatureDrafter
+from algorithms.drafting.level_drafter import FeatureDrafter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class Eagle(FeatureDrafter):
-    """Feature-level drafting with dynamic trees."""
-
     name = "eagle"
     kind: ClassVar[str | None] = "EAGLE"
     """The kind of head that the folder must hold; None takes any."""
@@ -37,7 +35,6 @@ class Eagle(FeatureDrafter):
 
     @classmethod
     def options(cls, config: Any) -> dict[str, Any]:
-        """Settings that the loader needs."""
         return {}
 
     @classmethod
@@ -45,8 +42,7 @@ class Eagle(FeatureDrafter):
         from algorithms.eagle.loading import read_eagle
 
         _, head, _ = read_eagle(cls.drafter_folder(draft_path), target, cls.kind, **cls.options(config))
-        cls.check_topk(config, head.draft_vocab_size)
-        return AttentionCalls(head.decoder, {"prefill": "chain", "draft": "chain" if config.topk == 1 else "tree"})
+        return cls.calls(config, head.decoder, head.draft_vocab_size)
 
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
         from algorithms.eagle.loading import load_eagle
@@ -68,8 +64,7 @@ class Eagle3(Eagle):
 
 
 class NaiveEagle(Eagle):
-    """Either head with one draft step by default: target verify, acceptance and draft extend as one unit (after
-    SGLang's PR 6995; acceptance is exact here)."""
+    """Either head with one step by default: verify, acceptance and draft extend as one unit (SGLang's PR 6995)."""
 
     name = "naive_eagle"
     kind = None
@@ -121,11 +116,8 @@ class PEagle(Eagle3):
             self._mask_feature = self._drafter.mask_feature()
         self._offsets = torch.arange(self._shape.steps, device=resources.device)
 
-    def propose(self, batch: Batch) -> DraftTree:
-        return self.propose_few(batch, self.num_nodes)
-
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
-        from algorithms.drafting.marginals import draft_chain, draft_tree
+        from algorithms.drafting.tree_drafter import draft_chain, draft_tree
 
         impl, vocabulary, sampled = self._resources.impl, self._drafter.vocabulary, self._tree.sampled
         depth = min(self._shape.steps, num_nodes - 1) if sampled is None else self.max_depth
@@ -138,8 +130,7 @@ class PEagle(Eagle3):
         return draft_tree(batch, logits, self._shape.topk, num_nodes, impl, vocabulary)
 
     def _marginals(self, batch: Batch, depth: int) -> Tensor:
-        """Logits [B, depth, V_d] of the positions after the last token. The keys of mask rows are written over by the
-        next tokens that are observed."""
+        """Logits [B, depth, V_d] after the last token. The next observed tokens write over the keys of mask rows."""
         import torch
 
         states = self._kept.read(batch.slots)[:, None]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from algorithms.drafting.feature_drafter import NORMED, RAW
+from algorithms.drafting.level_drafter import NORMED, RAW
 from algorithms.eagle.config import LAYER_IDS_KEY
 from algorithms.models.config_keys import nested, required
 from algorithms.models.loading import speculators
@@ -48,9 +48,9 @@ def kind_of(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
     return EAGLE if has_layers and not any("hidden_norm" in name for name in names) else None
 
 
-def eagle3_name(stored: str) -> str:
+def eagle3_name(name: str) -> str:
     """The head's name of a stored tensor: the first layer, which reads the embedding too, has a name of its own."""
-    name = without_model(stored)
+    name = without_model(name)
     return FIRST_LAYER + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 

@@ -46,24 +46,20 @@ def load_eagle(
     """Load a head and bind it to `target`. `kind`, one of `formats.KINDS`, refuses the others; None takes EAGLE and
     EAGLE-3. `mask_token` is P-EAGLE's, where the folder names none. ModelError names what does not fit."""
     folder, config, stored = read_eagle(path, target, kind, mask_token)
+    head: EagleDrafter | Eagle3Drafter
+    ignored, rename = {HEAD}, without_model
+    own_embedding, own_head = EMBEDDING in stored, HEAD in stored
     if isinstance(config, EagleConfig):
         with torch.device("meta"):
-            drafter = EagleDrafter(config, EMBEDDING in stored)
-        load_weights(drafter, folder, device, dtype, ignored={HEAD}, rename=without_model, pickles=True)
-        drafter.bind(target.model)
-        loading.quantise_drafter(drafter, target)
-        shard_drafter(drafter)
-        return drafter
-    mask_shape = stored[MASK_HIDDEN].shape if MASK_HIDDEN in stored else None
-    with torch.device("meta"):
-        head = Eagle3Drafter(config, target.config.num_layers, EMBEDDING in stored, HEAD in stored, mask_shape)
-    ignored = VERIFIER if config.reduced else {*VERIFIER, "d2t", "t2d"}
-    load_weights(head, folder, device, dtype, ignored=ignored, rename=eagle3_name, pickles=True)
-    if config.reduced:
-        loading.check_vocabulary(folder, head.d2t, head.t2d)
+            head = EagleDrafter(config, own_embedding)
+    else:
+        mask_shape = stored[MASK_HIDDEN].shape if MASK_HIDDEN in stored else None
+        with torch.device("meta"):
+            head = Eagle3Drafter(config, target.config.num_layers, own_embedding, own_head, mask_shape)
+        ignored, rename = VERIFIER if config.reduced else {*VERIFIER, "d2t", "t2d"}, eagle3_name
+    load_weights(head, folder, device, dtype, ignored=ignored, rename=rename, pickles=True)
     head.bind(target.model)
-    loading.drop_copies(head, target.model)
-    loading.quantise_drafter(head, target)
+    loading.fit_drafter(folder, head, target)
     shard_drafter(head)
     return head
 
@@ -71,8 +67,7 @@ def load_eagle(
 def read_eagle(
     path: str | Path, target: loading.TargetFolder, kind: str | None = None, mask_token: int | None = None
 ) -> tuple[Path, EagleConfig | Eagle3Config, dict[str, Stored]]:
-    """Folder, config and tensor headers of a head that fits `target`, see `load_eagle`; no weights are read, but for
-    one norm."""
+    """Folder, config and tensor headers of a head that fits, see `load_eagle`; of weights one norm is read at most."""
     folder = resolve_folder(path, pickles=True)
     raw = loading.read_config(folder)
     stored = stored_tensors(folder, without_model, pickles=True)

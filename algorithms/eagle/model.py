@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import specdec_kernels as kernels
-from algorithms.drafting.feature_drafter import NORMED
 from algorithms.drafting.feature_head import FeatureHead, at_sources
+from algorithms.drafting.level_drafter import NORMED
 from algorithms.eagle.config import EACH, JOINT, Eagle3Config, EagleConfig
 from algorithms.models.config import EMBEDDING_LAYER, DecoderConfig
 from algorithms.models.decoder import Block, DecoderLayer, reset_layers, run_fused
@@ -36,8 +36,6 @@ from specdec_kernels import Normed
 
 
 class EagleDrafter(FeatureHead):
-    """The head of EAGLE-1 and EAGLE-2."""
-
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, own_embedding: bool = False) -> None:

@@ -1,11 +1,8 @@
 """The time of steps by named phases.
 
-On a GPU two CUDA events bracket a phase, so measuring adds no synchronisation to a step. Finished events are collected
-when later phases begin, and the rest when they are read. A phase then lasts from the end of the work queued before
-it to the end of its own work, including the wait for the host. Elsewhere the clock is `time.perf_counter`.
-
-Phases that are parts of one CUDA graph have no events of their own. They pass borders of `Stamps` instead, which sum
-the device's clock on the device.
+On a GPU two CUDA events bracket a phase, so measuring adds no synchronisation. A phase lasts from the end of the work
+queued before it to the end of its own, including the wait for the host. Elsewhere the clock is `time.perf_counter`.
+Phases inside of one CUDA graph pass borders of `Stamps` instead, which sum the device's clock on the device.
 """
 
 import time
@@ -18,27 +15,22 @@ import torch
 
 
 class Stamps:
-    """Phases of captured work, which times itself. Time outside of begin and end, such as the launch of the graph,
-    counts for no phase."""
+    """Phases of captured work, which times itself; time outside of begin and end counts for no phase."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._place = {name: place for place, name in enumerate(names, start=1)}
         self._times = torch.zeros(1 + len(names), dtype=torch.int64, device=device)
 
     def begin(self) -> None:
-        """The first phase begins here."""
         self._pass_border(0)
 
     def end(self, name: str) -> None:
-        """Phase `name` ends here, and the next one begins."""
         self._pass_border(self._place[name])
 
     def reset(self) -> None:
-        """Forget everything counted so far."""
         self._times.zero_()
 
     def phase_times_ms(self) -> dict[str, float]:
-        """Milliseconds by phase; waits for the device."""
         counted = self._times.tolist()
         return {name: counted[place] / 1e6 for name, place in self._place.items()}
 
@@ -58,7 +50,6 @@ class PhaseClock:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything counted so far."""
         self._total_ms: dict[str, float] = defaultdict(float)
         self._pending: deque[tuple[str, Any, Any]] = deque()
         for stamps in self._stamps:
@@ -76,16 +67,19 @@ class PhaseClock:
             raise RuntimeError(f"phase {name!r} begins inside phase {self._inside!r}")
         self._inside = name
         self._total_ms[name] += 0.0
+        self._collect()
+        start = self.mark()
         try:
-            yield from self._device_phase(name) if self._device.type == "cuda" else self._host_phase(name)
+            yield
         finally:
             self._inside = None
+            self._pending.append((name, start, self.mark()))
 
     def phase_times_ms(self) -> dict[str, float]:
         """Milliseconds by phase since the start or the last `reset`, in the order of first use."""
-        if self._pending:
+        if self._device.type == "cuda" and self._pending:
             torch.cuda.synchronize(self._device)
-            self._collect()
+        self._collect()
         phase_times = dict(self._total_ms)
         for stamps in self._stamps:
             for name, spent_ms in stamps.phase_times_ms().items():
@@ -104,23 +98,8 @@ class PhaseClock:
         """Milliseconds between two marks that the device has passed."""
         return float((end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end))
 
-    def _host_phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._total_ms[name] += (time.perf_counter() - start) * 1e3
-
-    def _device_phase(self, name: str) -> Iterator[None]:
-        self._collect()
-        start = self.mark()
-        try:
-            yield
-        finally:
-            self._pending.append((name, start, self.mark()))
-
     def _collect(self) -> None:
         """Add up the phases at the front of the queue that the device has finished."""
-        while self._pending and self._pending[0][2].query():
-            name, start, end = self._pending.popleft()
-            self._total_ms[name] += start.elapsed_time(end)
+        while self._pending and (isinstance(end := self._pending[0][2], float) or end.query()):
+            name, *marks = self._pending.popleft()
+            self._total_ms[name] += self.between_ms(*marks)

@@ -8,31 +8,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from algorithms.algorithm import Algorithm, Resources
 from algorithms.attention.backends.protocol import Backend
+from algorithms.attention.backends.selection import check_calls
 from algorithms.attention.cache import KVScales
 from algorithms.attention.memory import allocate_memory
 from algorithms.engine.clock import PhaseClock
-from algorithms.engine.compatibility import check_adaptive, check_backend, check_tree, kv_dtype_of
 from algorithms.engine.grammar import GrammarError, Grammars
-from algorithms.engine.readback import Readback
 from algorithms.engine.request import Completion, EngineError, Request
 from algorithms.engine.scheduler import Decode, Scheduler, tiles_of
 from algorithms.engine.session import Generation, Launched, Session, StepReport
 from algorithms.engine.settings import RuntimeSettings, graph_level, runs_fused
+from algorithms.engine.transfers import Readback
 from algorithms.models.config import DecoderConfig
-from algorithms.models.experts.ledger import ExpertLedger
+from algorithms.models.experts.module import ExpertLedger
 from algorithms.models.linear.config import LinearConfig
 from algorithms.models.loading import Target
 from algorithms.parallel.collectives import from_rank_0, parallel
 from algorithms.step.adaptive import Sizing, StepCosts
 from algorithms.step.batch import BatchState
-from algorithms.step.context import StepParts
-from algorithms.step.deferred_observation import DeferredObservation
+from algorithms.step.context import DeferredObservation, StepParts
 from algorithms.step.prefill import Prefiller
 from algorithms.step.prefill_batch import PASS_ROWS, PrefillBatch, tile_counts
 from algorithms.step.runner import Capture, StepRunner, buckets
@@ -41,8 +39,7 @@ from specdec_kernels import CHUNK
 
 _MATRIX_ROWS = 64  # rows that fill a tile of the matrix unit
 _LONG_REQUEST = 8192
-"""Tokens of requests so long that their tiles fill two tiles of the matrix unit, which share the keys that they
-read."""
+"""Tokens of requests so long that their tiles fill two tiles of the matrix unit, which share the keys they read."""
 _MIXED_TOKENS = (64, 384)
 """Prompt tokens that the smallest and the largest prefill in a step have room for. Fewer cost as much in a step, and
 more would make it much longer. Their tiles are half as wide as the default, because their padding costs arithmetic."""
@@ -51,8 +48,6 @@ _SHORT_REQUEST = 512
 
 
 class Engine:
-    """Runs batches of requests with one target, one algorithm and one backend."""
-
     def __init__(
         self,
         target: Target,
@@ -78,7 +73,7 @@ class Engine:
         check_backend(backend, target, algorithm, settings, level, fused)
         adaptive = settings.adaptive and algorithm.num_nodes > 1
         if adaptive:
-            check_adaptive(algorithm, level)
+            check_adaptive(algorithm)
         self._limit = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
         self._async_steps = settings.async_steps if settings.async_steps is not None else int(device.type == "cuda")
         # The last step of a request drafts past its end, and so do steps launched before its end was read.
@@ -90,9 +85,22 @@ class Engine:
         ahead = wanted if piggybacks else 0
         max_pages = -(-context // settings.page_size)
         slots = settings.max_batch + ahead
-        num_pages, scored = settings.num_pages or max_pages * slots, adaptive and not algorithm.chain
-        sizes = dict(context=context, num_pages=num_pages, max_batch=slots)
-        resources = _resources(target, backend, settings, **sizes, fused=fused, needs_path_probs=scored)
+        num_pages = settings.num_pages or max_pages * slots
+        resources = Resources(
+            target=target,
+            backend=backend,
+            device=device,
+            dtype=target.dtype,
+            kv_dtype=kv_dtype_of(settings) or target.dtype,
+            num_pages=num_pages,
+            page_size=settings.page_size,
+            context=context,
+            max_batch=slots,
+            impl=settings.impl,
+            fused=fused,
+            deterministic=settings.deterministic,
+            needs_path_probs=adaptive and not algorithm.chain,
+        )
         self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode, ahead)
         memory = allocate_memory(config, resources, kv_scales)
         state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, device)
@@ -185,14 +193,12 @@ class Engine:
             self._session_is_open = False
 
     def reset(self) -> None:
-        """Reset the algorithm: drop what earlier requests have left in it."""
         self.parts.reset()
         if self.parts.sizing is not None:
             self.parts.sizing.reset()
 
     def _learn_costs(self, needs: SamplingNeeds) -> None:
-        """Time the steps of each size before the first request, unless their costs are known.
-        Rank 0's clock decides."""
+        """Time the steps of each size before the first request, unless costs are known, by rank 0's clock."""
         parts, sizing = self.parts, self.parts.sizing
         if sizing is None or sizing.costs_ms or needs.constrained:
             return
@@ -229,24 +235,9 @@ class Engine:
         self.scheduler.check(request)
 
 
-def _resources(target: Target, backend: Backend, settings: RuntimeSettings, **of_run: Any) -> Resources:
-    return Resources(
-        target=target,
-        backend=backend,
-        device=target.device,
-        dtype=target.dtype,
-        kv_dtype=kv_dtype_of(settings) or target.dtype,
-        page_size=settings.page_size,
-        impl=settings.impl,
-        deterministic=settings.deterministic,
-        **of_run,
-    )
-
-
 def default_tile(config: DecoderConfig, device: torch.device, rows: int = _MATRIX_ROWS) -> int:
-    """Tokens of a tile, from 16 to 64: on a GPU as few as make `rows` rows with the query heads of a KV head. A narrow
-    tile wastes less on short prompts, and a long prompt reads its keys once per tile. Without a GPU every tile costs
-    about the same."""
+    """Tokens of a tile, 16 to 64: on a GPU as few as make `rows` rows with the query heads of a KV head. Narrow tiles
+    waste less on short prompts; a long prompt reads its keys once per tile."""
     if device.type != "cuda":
         return 64
     group = config.num_heads // config.num_kv_heads
@@ -288,9 +279,8 @@ def _narrow(config: DecoderConfig, device: torch.device) -> int:
 
 
 def _mixed_prefills(parts: StepParts, settings: RuntimeSettings, largest: PrefillBatch) -> list[PrefillBatch]:
-    """Prefill batches that join steps, in ascending order of size, none of them larger than the `largest` between
-    steps. If steps differ in size, every second one between the smallest and the largest is left out: each is
-    captured with each size of a step. The smallest is the one that may need no further pass over the weights."""
+    """Prefill batches that join steps, rising, none larger than the `largest` between steps, the smallest without a
+    further pass over the weights. Every second one is left out if steps differ in size: each is captured with each."""
     config, device = parts.resources.target.config, parts.resources.device
     fixed = settings.prefill_tile is not None or _in_chunks(config, settings)
     tile = largest.tile if fixed else min(largest.tile, _narrow(config, device))
@@ -299,3 +289,47 @@ def _mixed_prefills(parts: StepParts, settings: RuntimeSettings, largest: Prefil
     if parts.sizing is not None:
         sizes = sorted({*sizes[::2], sizes[-1]})
     return [PrefillBatch(parts, size, tile) for size in sizes]
+
+
+def kv_dtype_of(settings: RuntimeSettings) -> torch.dtype | None:
+    return None if settings.kv_dtype == "auto" else torch.float8_e4m3fn
+
+
+def check_tree(algorithm: Algorithm) -> None:
+    """Raise EngineError if no tree has the size that the algorithm names."""
+    nodes, depth = algorithm.num_nodes, algorithm.max_depth
+    least, kind = (nodes - 1, "chain") if algorithm.chain else (min(1, nodes - 1), "tree")
+    if not least <= depth < nodes:
+        expected = str(least) if least == nodes - 1 else f"{least} to {nodes - 1}"
+        raise EngineError(
+            f"algo={algorithm.name}: max_depth: expected {expected} for a {kind} of {nodes} nodes, got {depth}"
+        )
+
+
+def check_adaptive(algorithm: Algorithm) -> None:
+    if algorithm.rule != "target_only":
+        raise EngineError(
+            f"adaptive: algo={algorithm.name} samples its drafts (rule {algorithm.rule}), and a number of nodes that "
+            "depends on them would change the distribution; expected the rule target_only"
+        )
+
+
+def check_backend(
+    backend: Backend, target: Target, algorithm: Algorithm, settings: RuntimeSettings, level: str, fused: bool = False
+) -> None:
+    """Raise EngineError or ValueError where the backend cannot serve the target at this level of capture."""
+    if level != "none" and not backend.capturable:
+        raise EngineError(
+            f"backend={backend.name} reads lengths back in every step and cannot be captured, got graph={level}"
+        )
+    if settings.deterministic and not (fused and backend.deterministic):
+        raise EngineError(
+            f"deterministic: expected fused kernels and a backend built for it, got fused={fused} and "
+            f"backend={backend.name} with deterministic={backend.deterministic}"
+        )
+    verify = "decode" if algorithm.num_nodes == 1 else "verify"
+    modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
+    if settings.adaptive:
+        modes["decode"] = "chain"
+    dtype, device = target.dtype, target.device
+    check_calls(backend, target.config, modes, settings.page_size, dtype, device, kv_dtype=kv_dtype_of(settings))

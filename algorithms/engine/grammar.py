@@ -59,8 +59,7 @@ class Matcher:
         return not self._lost and (self.ended or self._matcher.is_completed())
 
     def follow(self, tokens: Iterable[int]) -> None:
-        """Append `tokens` to the output. Tokens after a stop token are ignored. After a token that the grammar does not
-        allow, no token is allowed any more."""
+        """Append `tokens`; those after a stop token are ignored, and after one that is not allowed none is allowed."""
         for token in tokens:
             self.num_tokens += 1
             if not self._lost and not self.ended:
@@ -163,8 +162,7 @@ class Grammars:
         return cls(tokens, lambda text: tokenizer.encode(text, add_special=False), info.add_prefix_space)
 
     def matcher(self, params: GrammarParams, ends: frozenset[int]) -> Matcher:
-        """A matcher at the beginning of an output in the grammar of `params`, which one of the tokens `ends` ends.
-        Raises GrammarError where the grammar is malformed."""
+        """A matcher at the start of an output in `params`' grammar, up to one of `ends`. GrammarError: malformed."""
         ends = frozenset(end for end in ends if end < len(self.tokens))
         if ends not in self._compilers:
             info = self._xgrammar.TokenizerInfo(

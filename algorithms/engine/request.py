@@ -26,7 +26,6 @@ class Request:
     continuation: tuple[int, ...] = ()  # what the target will answer, for an algorithm with a `recorder`
 
     def with_sampling(self, **changes: Any) -> Request:
-        """The same request with other sampling parameters."""
         return replace(self, sampling=replace(self.sampling, **changes))
 
     def shortened(self, max_new_tokens: int, prompt_tokens: int | None = None) -> Request:
@@ -42,7 +41,6 @@ class Request:
 
     @property
     def ends(self) -> frozenset[int]:
-        """The stop tokens of this request."""
         return self.stop_token_ids if self.sampling.ignore_eos else self.stop_token_ids | self.eos_token_ids
 
     @property
@@ -80,8 +78,6 @@ class Request:
 
 
 class Draft(NamedTuple):
-    """A drafted token of one step."""
-
     token: int
     parent: int  # place of the draft that it follows in the list of its step; -1 for the last committed token
     accepted: bool
@@ -114,8 +110,7 @@ class Completion:
     finish_reason: str = ""
     """stop_token, stop_string, length, aborted, or `error` where the target gave no finite logit."""
     parsed: bool | None = None
-    """Whether the output is complete in the request's grammar, which a truncated one seldom is; None without a
-    grammar."""
+    """Whether the output is complete in its grammar, which a truncated one seldom is; None without a grammar."""
     error: str = ""  # why the request failed; empty unless `finish_reason` is `error`
     accepted_counts: list[int] = field(default_factory=list)
     drafted_counts: list[int] = field(default_factory=list)

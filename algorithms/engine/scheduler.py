@@ -1,15 +1,13 @@
 """Which request runs in which slot and on which pages, and when it ends. No tensors and no clock.
 
-Requests wait in a queue, first in, first out. A request is admitted when a slot is free and the pages for its whole
-life are, so a full pool never stops a running request.
+Requests wait first in, first out. A request is admitted when a slot is free and the pages for its whole life are, so a
+full pool never stops a running request. All but the last token of a prompt is prefilled, in batches of a fixed number
+of tiles, in the order of the queue: at most one prompt is partly prefilled after a step. While all slots are taken, the
+prompts of the next few requests may be prefilled ahead.
 
-All but the last token of a prompt is prefilled, in prefill batches of a fixed number of tiles. Prompts enter in the
-order of the queue, so at most one of them is partly prefilled after a step. While all slots are taken, the prompts of
-the next few requests may be prefilled ahead.
-
-Running requests are in slots 0 to n - 1, in front of the admitted requests that do not run yet. When a running request
-leaves, the first of these with a complete prompt takes its slot, else the last running one does, and the caller moves
-its tensors as `SlotMove` says.
+Running requests are in slots 0 to n - 1, in front of the admitted ones that do not run yet. When one leaves, the first
+of these with a complete prompt takes its slot, else the last running one, and the caller moves tensors as `SlotMove`
+says.
 """
 
 import math
@@ -56,8 +54,7 @@ class Running:
 
 
 class SlotMove(NamedTuple):
-    """The contents of slot `source` move to slot `target`, and `source` becomes padding. They are equal where the
-    request in that slot has left."""
+    """Slot `source` moves to slot `target` and becomes padding. They are equal where its request has left."""
 
     source: int
     target: int
@@ -73,7 +70,6 @@ class PrefillSegment(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt is complete with this."""
         return self.start + self.num_tokens == len(self.running.request.prompt_ids) - 1
 
 
@@ -109,7 +105,6 @@ class Scheduler:
 
     @property
     def admitted(self) -> list[Running]:
-        """The requests that hold pages."""
         return [*self.running, *self.held]
 
     @property
@@ -121,7 +116,6 @@ class Scheduler:
         return len(self._free)
 
     def pages_for(self, request: Request) -> int:
-        """Pages that hold the request to its end."""
         return -(-(request.max_length + self._overshoot) // self._page_size)
 
     def check(self, request: Request) -> None:
@@ -153,9 +147,8 @@ class Scheduler:
         return len(self.waiting[0].prompt_ids) if self.waiting else 0
 
     def prefill_ahead_pays(self, tile: int, tiles: int) -> bool:
-        """Whether to prefill now the prompts that have no slot: once they fill `tiles` of `tile` tokens, once no other
-        request could join them, or once no admitted request waits with a complete prompt. One short prompt costs a step
-        nearly as much as several."""
+        """Whether to prefill prompts without a slot: they fill `tiles` of `tile` tokens, no other request could join,
+        or none waits with a complete prompt. One short prompt costs a step nearly as much as several."""
         if not self.held or not self.held[0].is_complete:
             return True
         room = self._max_batch + self._ahead - len(self.running) - len(self.held)
@@ -204,7 +197,6 @@ class Scheduler:
         return moves
 
     def _first_held(self, slot: int, now_ms: float) -> Running:
-        """Take the first request that waits with a complete prompt, for `slot`."""
         running = self.held.popleft()
         self._place(running, slot, now_ms)
         return running
@@ -270,8 +262,7 @@ class Scheduler:
         self._ids.clear()
 
     def _end_of(self, request: Request, written: Sequence[int], emitted: Sequence[int]) -> tuple[int, str]:
-        """How many of the `emitted` tokens belong to the output after `written`, and why it ends with them; the reason
-        is empty if it goes on."""
+        """How many `emitted` tokens belong to the output after `written`, and why it ends then; empty: it goes on."""
         left = request.sampling.max_new_tokens - len(written)
         ends = request.ends
         for index, token in enumerate(emitted[:left], start=1):
@@ -307,7 +298,6 @@ class Scheduler:
 
 
 def _next_segment(running: Running, most: int) -> PrefillSegment:
-    """The next tokens of a prompt, `most` at most."""
     segment = PrefillSegment(running, running.num_prefilled, min(running.num_unfilled, most))
     running.num_prefilled += segment.num_tokens
     return segment

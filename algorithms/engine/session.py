@@ -1,13 +1,11 @@
 """The decoding loop: requests are submitted, prefilled, stepped and returned when they end.
 
-The `Scheduler` decides which request runs in which slot and what is prefilled; a session applies this to the tensors
-and launches the steps. A step prefills at most one prefill batch, so no running request waits for a whole long prompt.
-If whole steps are captured, the prefill batch is part of a decode step (mixed prefill) and shares its pass over the
-weights; otherwise it runs before the step.
+The `Scheduler` decides; a session applies this to the tensors and launches the steps. A step prefills at most one
+prefill batch, so no running request waits for a whole long prompt. If whole steps are captured, the batch is part of a
+decode step (mixed prefill) and shares its pass over the weights; otherwise it runs before the step.
 
 On a GPU the host reads the tokens of a step while the next one runs. A request that has ended is then stepped once
-more, without effect, in pages reserved for that. If requests take few steps and others wait for their slots, a step
-is read before the next one is launched.
+more, without effect, in pages reserved for that.
 """
 
 import time
@@ -20,9 +18,9 @@ import torch
 
 from algorithms.engine.clock import PhaseClock
 from algorithms.engine.grammar import Grammars, Matcher
-from algorithms.engine.readback import Readback, SlotResult, StepResult
 from algorithms.engine.request import Completion, EngineError, Request
 from algorithms.engine.scheduler import PrefillSegment, Running, Scheduler, SlotMove
+from algorithms.engine.transfers import Readback, SlotResult, StepResult
 from algorithms.parallel.collectives import parallel
 from algorithms.step.context import StepParts
 from algorithms.step.prefill import Prefiller, prefill_for
@@ -72,8 +70,7 @@ class Generation:
 
 
 class Launched(NamedTuple):
-    """A step in flight: its requests by slot, its nodes, its number in the session, from 1 on, where steps differ in
-    size, and `StepRunner.last_marks`."""
+    """A step in flight: requests by slot, nodes, number in the session from 1 on, `StepRunner.last_marks`."""
 
     requests: list[Running]
     nodes: int
@@ -82,8 +79,6 @@ class Launched(NamedTuple):
 
 
 class Session:
-    """The decoding loop: requests come in, are prefilled, stepped, and handed out when they end."""
-
     def __init__(
         self,
         prefiller: Prefiller,
@@ -110,7 +105,6 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing left to do."""
         return self._scheduler.idle
 
     def submit(self, request: Request) -> None:
@@ -138,8 +132,7 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Launch a step, prefill segments in it or before it, and take in the results that are due. Returns the
-        requests that ended."""
+        """Launch a step with its prefill, and take in the results that are due. Returns the requests that ended."""
         began_ms = _now_ms()
         ended = self._take_in(all_of_them=self._reads_first())
         read_ms = _now_ms() - began_ms
@@ -159,10 +152,9 @@ class Session:
         return ended
 
     def _mixes_prefill(self) -> bool:
-        """Whether the next step prefills (mixed prefill), if it has room for that. Requests that a decode step prefills
-        take part one step later. If more of them could start than run, that costs more than a pass over the weights of
-        their own. A long prompt shares few passes: its time is that of its attention, which the narrow tiles of a step
-        make longer."""
+        """Whether the next step prefills (mixed prefill). Its requests take part one step later: if more could start
+        than run, that costs more than a pass over the weights. The narrow tiles of a step make the attention of a long
+        prompt longer."""
         scheduler = self._scheduler
         if scheduler.num_startable > len(scheduler.running) or scheduler.next_prompt > _LONG_PROMPT:
             return False
@@ -198,15 +190,14 @@ class Session:
         table = self._runner.launch(len(slots), longest, self._needs, prefill)
         step, sizing = self._runner.last_step, self._parts.sizing
         assert step is not None
-        number = 0 if sizing is None else sizing.num_steps.total()
+        number = sizing.num_steps.total() if sizing else 0
         launched = Launched(list(slots), step.num_nodes, number, self._runner.last_marks)
         self._readback.push(table, launched, step.num_evidence, step.num_drafts)
         self._start()
         self._launch_ms += _now_ms() - began_ms
 
     def _news(self, slots: Sequence[Running], matchers: Sequence[Matcher | None]) -> list[list[int]]:
-        """For each slot the tokens that its matcher has not seen, of all steps launched before the current one; waits
-        for them."""
+        """For each slot the tokens of all launched steps that its matcher has not seen; waits for these steps."""
         flying: dict[int, list[int]] = {}
         for result, launched in self._readback.in_flight():
             for place, running in enumerate(launched.requests):
@@ -237,7 +228,6 @@ class Session:
         return ended
 
     def report(self) -> StepReport:
-        """How far the session is."""
         return StepReport(
             num_finished=self._num_finished,
             num_requests=self._num_submitted,
@@ -286,20 +276,17 @@ class Session:
         return segments
 
     def _largest_ahead(self) -> PrefillBatch:
-        """The largest prefill batch, for prompts without a slot, that needs no more passes over the weights than the
-        smallest one, together with the nodes of the next step."""
+        """The largest prefill batch that, with the next step's nodes, needs no more weight passes than the smallest."""
         prefills = self._mixed_prefills()
         nodes = self._runner.bucket_of(len(self._scheduler.running)) * self._algorithm.num_nodes
         room = -(-(nodes + prefills[0].num_tokens) // PASS_ROWS) * PASS_ROWS - nodes
         return next(prefill for prefill in reversed(prefills) if prefill.num_tokens <= room)
 
     def _start(self) -> None:
-        """Let requests run whose prompts are complete, as far as there are slots."""
         self._move_slots(self._scheduler.start(_now_ms()))
 
     def _collect(self, result: StepResult, launched: list[Running], moves: list[SlotMove]) -> list[Completion]:
-        """Give the tokens of a step to its requests, from the last slot to the first; appends the moves of those that
-        end to `moves`."""
+        """Give a step's tokens to its requests, the last slot first; appends the moves of those that end to `moves`."""
         ended: list[Completion] = []
         for place in reversed(range(len(launched))):
             request, completion = launched[place].request, launched[place].completion
@@ -320,9 +307,8 @@ class Session:
         return ended
 
     def _advance(self, running: Running, slot: SlotResult) -> SlotMove | None:
-        """Append a step's tokens to a request; returns the move if that ends it. Without a finite logit for the bonus
-        token the request fails, unless the accepted drafts have ended it, and its pages are zeroed after the steps in
-        flight."""
+        """Append a step's tokens; returns the move if that ends the request. Without a finite logit for the bonus token
+        it fails, unless the accepted drafts have ended it, and its pages are zeroed after the steps in flight."""
         if not slot.valid:
             slot = slot.without_bonus()
             for cache in self._parts.resources.caches:
@@ -337,13 +323,11 @@ class Session:
         return move if slot.valid or move is not None else self._fail(running)
 
     def _fail(self, running: Running) -> SlotMove:
-        sampling, reason = running.request.sampling, "its weights are broken or the dtype overflows"
-        if sampling.constrained or sampling.forbids:
+        request, reason = running.request, "its weights are broken or the dtype overflows"
+        if request.sampling.constrained or request.sampling.forbids:
             reason = f"sampling.grammar and sampling.bad_words leave no token, or {reason}"
-        message = (
-            f"request {running.request.id}: the target gave no finite logit near position {running.length}; {reason}"
-        )
-        return self._scheduler.fail(running, message, _now_ms())
+        where = f"the target gave no finite logit near position {running.length}"
+        return self._scheduler.fail(running, f"request {request.id}: {where}; {reason}", _now_ms())
 
     def _move_slots(self, moves: Sequence[SlotMove]) -> None:
         if moves:

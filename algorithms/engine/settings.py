@@ -20,8 +20,7 @@ class RuntimeSettings(Checked):
     device: Annotated[str, ("auto", "cpu", "cuda")] = "auto"
     """cpu or cuda; auto is cuda where a GPU is visible."""
     dtype: Annotated[str, ("auto", "float32", "float16", "bfloat16")] = "auto"
-    """Dtype of weights and activations: float32, float16 or bfloat16; auto is bfloat16 on a GPU and float32
-    elsewhere."""
+    """float32, float16 or bfloat16, of weights and activations; auto: bfloat16 on a GPU, float32 elsewhere."""
     weight_dtype: Annotated[str, WEIGHT_DTYPES] = "auto"
     """Dtype of the weights of the projections of target and drafters: auto, which is as they are stored, or fp8, which
     quantises them as they are loaded, in blocks of 128 x 128. Activations of float8 weights are rounded to float8 too
@@ -29,8 +28,7 @@ class RuntimeSettings(Checked):
     impl: Annotated[str, ("auto", "triton", "reference")] = "auto"
     """triton or reference. Triton kernels are compiled on a GPU and run in Triton's interpreter elsewhere."""
     forward: Annotated[str, ("auto", "fused", "torch")] = "auto"
-    """How models compute outside of attention: by fused kernels, or by torch; auto is fused in half precision on a
-    GPU."""
+    """Computation outside of attention: fused kernels, or torch; auto is fused in half precision on a GPU."""
     page_size: Annotated[int, Between(1)] = 16
     """Tokens of a KV page."""
     max_batch: Annotated[int, Between(1)] = 4
@@ -40,8 +38,7 @@ class RuntimeSettings(Checked):
     max_length: Annotated[int | None, Between(2)] = None
     """Bound on prompt and new tokens of a request together; null takes the length of the longest request."""
     graph: Annotated[str, ("auto", *GRAPH_LEVELS)] = "auto"
-    """How much of a step is captured in CUDA graphs: none, draft, verify (draft and verify) or step; auto captures all
-    of it on a GPU."""
+    """What CUDA graphs capture of a step: none, draft, verify (draft and verify) or step; auto: all, on a GPU."""
     async_steps: Annotated[int | None, Between(0)] = None
     """Maximum number of steps in flight while the host reads an earlier one; null takes 1 on a GPU, 0 elsewhere."""
     tensor_parallel: Annotated[int, Between(1)] = 1
@@ -53,8 +50,7 @@ class RuntimeSettings(Checked):
     mixed_prefill: bool = True
     """Prefill prompts in captured decode steps, where requests run."""
     prefill_ahead: Annotated[int | None, Between(0)] = None
-    """Requests whose prompts are prefilled while all batch slots are taken; null takes a number that suits
-    `max_batch`."""
+    """Requests that are prefilled while all batch slots are taken; null takes a number that suits `max_batch`."""
     kv_dtype: Annotated[str, ("auto", "fp8_e4m3")] = "auto"
     """Dtype of stored keys and values: auto, which is the dtype of the weights, or fp8_e4m3."""
     kv_scales: str | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from algorithms.models.config_keys import nested
+from algorithms.models.config_keys import check_layer_kinds, nested
 from algorithms.models.experts.config import DeepSeekRule, GptOssRule, QwenRule
 from algorithms.models.latent.config import LatentRule
 from algorithms.models.linear.config import LinearRule
@@ -24,11 +24,7 @@ WindowRule = Callable[[Mapping[str, Any], int], Windows]
 
 def read_layer_types(layer_types: Sequence[str], window: int | None, num_layers: int) -> Windows:
     """Windows from the keys `layer_types` and `sliding_window`."""
-    if len(layer_types) != num_layers:
-        raise ValueError(f"layer_types: expected {num_layers} entries, got {len(layer_types)}")
-    unknown = sorted(set(layer_types) - set(LAYER_TYPES))
-    if unknown:
-        raise ValueError(f"layer_types {unknown} are not supported, expected {list(LAYER_TYPES)}")
+    check_layer_kinds("layer_types", layer_types, LAYER_TYPES, num_layers)
     if SLIDING not in layer_types:
         return ()
     if not window:
@@ -117,16 +113,14 @@ class Architecture:
     norm_offset: bool = False
     """Whether norms are stored less one; they are read as what multiplies, except that of linear attention."""
     rotary_share: float | None = None
-    """Share of a head that rotates where `partial_rotary_factor` is absent; None: all of it, and the key may
-    say nothing else."""
+    """Share of a head that rotates without `partial_rotary_factor`; None: all, and the key may say nothing else."""
     soft_cap: str | None = None
     scale: str | None = None
     windows: WindowRule = no_windows
     mixings: LayerRule | None = None  # None: all layers have attention
     mlps: LayerRule | None = None  # None: all layers have SwiGLU
     mtp_prefix: str | None = None
-    """Prefix of the tensors of MTP layers, which are no part of the language model; `{num_layers}` stands for its
-    layers."""
+    """Prefix of the tensors of MTP layers, no part of the language model; `{num_layers}` stands for its layers."""
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
         found: dict[str, Any] = {"sliding_windows": self.windows(config, num_layers)}
@@ -135,7 +129,7 @@ class Architecture:
             found[name] = () if rule is None else rule.read(config, num_layers)
         for name in _FLAGS:
             rule = getattr(self, name)
-            found[name] = bool(config.get(rule)) if self._is_key(name) else rule
+            found[name] = bool(config.get(rule)) if isinstance(rule, str) else rule
         for name in _NUMBERS:
             value = config.get(getattr(self, name) or "")
             found[name] = None if value is None else float(value)
@@ -153,7 +147,8 @@ class Architecture:
             written = {"use_sliding_window": True, **write_layer_types(windows, num_layers)}
         if self.rotary_share is not None:
             written["partial_rotary_factor"] = fields["rotary_share"]
-        written |= {getattr(self, name): fields[name] for name in (*_FLAGS, *_NUMBERS) if self._is_key(name)}
+        keys = {name: key for name in (*_FLAGS, *_NUMBERS) if isinstance(key := getattr(self, name), str)}
+        written |= {key: fields[name] for name, key in keys.items()}
         for name in _KINDS:
             if (rule := getattr(self, name)) is not None:
                 written |= rule.write(fields[name])
@@ -162,14 +157,11 @@ class Architecture:
                 raise ValueError(f"{self.hf_class} cannot have {name}={fields[name]}: expected {held}")
         return written
 
-    def _is_key(self, name: str) -> bool:
-        return isinstance(getattr(self, name), str)
 
-
+_BIASES: dict[str, Any] = dict(qkv_bias="attention_bias", o_bias="attention_bias")
 _QWEN_HYBRID: dict[str, Any] = dict(
     qk_norm=True,
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
+    **_BIASES,
     rotary_share=0.25,
     gated_attention=True,
     norm_offset=True,
@@ -177,37 +169,18 @@ _QWEN_HYBRID: dict[str, Any] = dict(
     mtp_prefix="mtp.",
 )
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "llama": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
     "mistral": Architecture("MistralForCausalLM", windows=uniform_window),
     "qwen2": Architecture("Qwen2ForCausalLM", qkv_bias=True, windows=window_by_layer),
-    "qwen3": Architecture(
-        "Qwen3ForCausalLM", qk_norm=True, qkv_bias="attention_bias", o_bias="attention_bias", windows=window_by_layer
-    ),
+    "qwen3": Architecture("Qwen3ForCausalLM", qk_norm=True, **_BIASES, windows=window_by_layer),
     "glm4": Architecture(
-        "Glm4ForCausalLM",
-        qkv_bias="attention_bias",
-        interleaved_rope=True,
-        closing_norms=True,
-        rotary_share=0.5,
+        "Glm4ForCausalLM", qkv_bias="attention_bias", interleaved_rope=True, closing_norms=True, rotary_share=0.5
     ),
     "qwen3_5_text": Architecture("Qwen3_5ForCausalLM", **_QWEN_HYBRID),
     "qwen3_next": Architecture("Qwen3NextForCausalLM", mlps=QwenRule(gated_shared=True), **_QWEN_HYBRID),
-    "qwen3_moe": Architecture(
-        "Qwen3MoeForCausalLM",
-        qk_norm=True,
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        windows=window_by_layer,
-        mlps=QwenRule(),
-    ),
+    "qwen3_moe": Architecture("Qwen3MoeForCausalLM", qk_norm=True, **_BIASES, windows=window_by_layer, mlps=QwenRule()),
     "gpt_oss": Architecture(
-        "GptOssForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        sinks=True,
-        wide_norms=True,
-        windows=window_by_turns,
-        mlps=GptOssRule(),
+        "GptOssForCausalLM", **_BIASES, sinks=True, wide_norms=True, windows=window_by_turns, mlps=GptOssRule()
     ),
     "glm4_moe": Architecture(
         "Glm4MoeForCausalLM",

@@ -8,7 +8,7 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from algorithms.models.architectures import Windows, find_architecture
-from algorithms.models.config_keys import nested, read_eos, read_size, required, write_eos
+from algorithms.models.config_keys import nested, read_eos, read_size, read_sizes, required, write_eos, write_fields
 from specdec_kernels.checks import expect_between
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     sliding_windows: Windows = ()
-    """Positions that each layer reaches back over, its own included; None is all of them. Empty where no layer has a
-    window."""
+    """Positions that each layer reaches back, its own included; None is all. Empty where no layer has a window."""
     soft_cap: float | None = None
     """Attention scores s become soft_cap * tanh(s / soft_cap)."""
     scale: float | None = None
@@ -75,11 +74,9 @@ class DecoderConfig:
     wide_norms: bool = False
     """Whether norms round after they multiply by their weight, which is then float32; else before."""
     mixings: tuple[Any, ...] = ()
-    """Sizes of what stands for attention in each layer, see `kinds`; None is attention of the shape above. Empty where
-    all layers have that."""
+    """Sizes of what stands for attention in each layer, see `kinds`; None is attention. Empty: all have that."""
     mlps: tuple[Any, ...] = ()
-    """Sizes of the MLP of each layer, see `kinds`; None is SwiGLU of `intermediate_size`. Empty where all layers have
-    that."""
+    """Sizes of the MLP of each layer, see `kinds`; None is SwiGLU of `intermediate_size`. Empty: all have that."""
 
     def __post_init__(self) -> None:
         find_architecture(self.architecture)
@@ -103,7 +100,6 @@ class DecoderConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of each head that rotate."""
         return int(self.head_dim * self.rotary_share)
 
     def window(self, layer: int) -> int | None:
@@ -130,7 +126,7 @@ class DecoderConfig:
         entry = find_architecture(architecture)
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act '{config['hidden_act']}' is not supported, expected 'silu'")
-        sizes: dict[str, Any] = {field: read_size(key, required(config, key)) for field, key in _SIZES.items()}
+        sizes = read_sizes(config, _SIZES)
         read_size("num_hidden_layers", sizes["num_layers"], MOST_LAYERS)
         # Latent attention has no head dimension of its own; transformers gives the name to the part that rotates.
         head_dim = config.get("qk_rope_head_dim") or sizes["hidden_size"] // sizes["num_heads"]
@@ -156,7 +152,7 @@ class DecoderConfig:
         return {
             "architectures": [entry.hf_class],
             "model_type": self.architecture,
-            **{key: getattr(self, field) for field, key in _SIZES.items()},
+            **write_fields(self, _SIZES),
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "hidden_act": "silu",

@@ -1,6 +1,6 @@
 """Reading single keys of a `config.json` mapping."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec_kernels.checks import expect_between
@@ -20,6 +20,32 @@ def read_size(key: str, value: Any, most: int = LARGEST) -> int:
         raise ValueError(f"{key}: expected a whole number, got {value!r}")
     expect_between(key, value, 1, most)
     return int(value)
+
+
+def read_sizes(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """By field, the required size under its key; `keys` maps fields to keys."""
+    return {field: read_size(key, required(config, key)) for field, key in keys.items()}
+
+
+def write_fields(held: object, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of `held` by key; `keys` maps fields to keys."""
+    return {key: getattr(held, field) for field, key in keys.items()}
+
+
+def check_layer_kinds(key: str, kinds: Sequence[str], known: Collection[str], num_layers: int) -> None:
+    """Raise ValueError unless every layer has one of the `known` kinds."""
+    if len(kinds) != num_layers:
+        raise ValueError(f"{key}: expected {num_layers} of {list(known)}, got {list(kinds)}")
+    if unknown := sorted(set(kinds) - set(known)):
+        raise ValueError(f"{key} {unknown} are not supported, expected {list(known)}")
+
+
+def one_kind(what: str, layers: Iterable[Any]) -> Any:
+    """The sizes that all layers with any have; ValueError where they differ, or no layer has any."""
+    kinds = {layer for layer in layers if layer is not None}
+    if len(kinds) != 1:
+        raise ValueError(f"expected the same {what} in all layers that have it")
+    return kinds.pop()
 
 
 def nested(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

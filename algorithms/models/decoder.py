@@ -49,7 +49,6 @@ class Block(nn.Module):
         return real_rows(mixer) if self.mlp.skips_padding else None
 
     def after_mixing(self, mixed: Tensor, stream: Tensor, real: Tensor | None = None) -> Tensor:
-        """The residual stream after the layer."""
         norm, projection = self.post_attention_layernorm, self.mixing.out
         if norm.impl is None:
             stream = stream + _closed(self.post_self_attn_layernorm, projection(mixed))
@@ -95,7 +94,8 @@ class DecoderLayer(Block):
 def run_layers(
     layers: Sequence[DecoderLayer], norm: RMSNorm, x: Tensor, mixer: Mixer, target_layers: Sequence[int] = ()
 ) -> tuple[Tensor, list[Tensor]]:
-    """`x [..., T, hidden]` through the layers and the final norm; returns as `Decoder.forward`."""
+    """`x [..., T, hidden]` through the layers and the final norm; returns as `Decoder.forward`. Without kernels every
+    layer is called: training compiles their `forward`."""
     if norm.impl is not None:
         return run_fused(layers, norm, kernels.Normed(layers[0].input_layernorm(x), x), mixer, target_layers)
     outputs: dict[int, Tensor] = {}
@@ -160,8 +160,6 @@ class SharedHead(Fusable):
 
 
 class Decoder(FusableModel):
-    """A causal language model without a cache."""
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from algorithms.models.config import DecoderConfig
 from algorithms.models.kinds import DENSE_MIXERS
-from algorithms.models.layers import MixerWeights
-from algorithms.models.rotary import apply_rope, rope_table
+from algorithms.models.layers import MixerWeights, apply_rope, rope_table
 
 
 def head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -63,11 +62,9 @@ class DenseMixer:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         config, positions = self.config, self.positions[: q.shape[1]]
-        q = apply_rope(
-            head_norm(q, weights.q_norm, config.rms_norm_eps), self.table, positions, config.interleaved_rope
-        )
-        k = apply_rope(
-            head_norm(k, weights.k_norm, config.rms_norm_eps), self.table, positions, config.interleaved_rope
+        q, k = (
+            apply_rope(head_norm(x, weight, config.rms_norm_eps), self.table, positions, config.interleaved_rope)
+            for x, weight in ((q, weights.q_norm), (k, weights.k_norm))
         )
         visible = None
         if (window := config.window(layer)) is not None:

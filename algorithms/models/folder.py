@@ -24,8 +24,7 @@ class ModelError(ValueError):
 
 
 def is_absent(path_or_hub_name: str | Path) -> bool:
-    """Whether there is neither such a file or folder, nor a hub name of this form. A name whose first part is a
-    local folder counts as a misspelt path."""
+    """Whether there is no such file or folder, and no hub name of this form, whose first part is no local folder."""
     name = str(path_or_hub_name)
     if Path(name).expanduser().exists():
         return False

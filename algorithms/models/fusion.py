@@ -25,8 +25,7 @@ class Fusable(nn.Module):
     unscaled: tuple[str, ...] = ()  # names of own projections that stay as they are where weights are quantised
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
-        """Rename, split or join the tensors of a checkpoint, `loading.stored.Stored` by name, that begin with `prefix`
-        to what this module's own are called."""
+        """Turn the tensors of a checkpoint (`Stored` by name) that begin with `prefix` into those of this module."""
 
     def pack(self) -> None:
         """Prepare the weights for the kernels, once."""
@@ -47,8 +46,7 @@ class FusableModel(Fusable):
         raise NotImplementedError
 
     def set_forward(self, impl: str | None, batch_invariant: bool = False) -> None:
-        """Run fused kernels of the implementation `impl`, or torch's operations if None. On a GPU the first call
-        compiles the kernels for every number of rows."""
+        """Run fused kernels of `impl`, or torch's operations if None; on a GPU the first call compiles the kernels."""
         for module in self.modules():
             if isinstance(module, Fusable):
                 module.impl, module.batch_invariant = impl, batch_invariant

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.fusion import Fusable, NormedProjection, project
-from algorithms.models.packing import Packed, packed
-from algorithms.models.scaled_linear import BLOCK, SCALE_NAMES
+from algorithms.models.scaled_linear import BLOCK, SCALE_NAMES, Packed, packed
 
 
 class MixerWeights(NamedTuple):
@@ -24,8 +23,7 @@ class MixerWeights(NamedTuple):
 
 
 class Mixer(Protocol):
-    """Turns one layer's projections into the output of its attention, or of what stands for it. It may have a property
-    `real`, see `real_rows`."""
+    """Turns a layer's projections into the output of its attention, or the like; may have `real`, see `real_rows`."""
 
     def __call__(self, layer: int, /, *inputs: Any) -> Tensor:
         """For attention: `q [..., T, H, D]`, `k`/`v [..., T, H_kv, D]` before QK-norm and RoPE, and `MixerWeights`, to
@@ -39,15 +37,14 @@ def real_rows(mixer: Mixer) -> Tensor | None:
 
 
 class Mixing(Fusable):
-    """The part of a layer that sees other tokens, without the projection `out` that ends it: the layer runs that with
-    its residual addition."""
+    """The part of a layer that sees other tokens, up to the projection `out`, which runs with the residual addition."""
 
-    name = "self_attn"
-    """The module's name in checkpoints."""
+    name, out_name = "self_attn", "o_proj"
+    """Names in checkpoints of the module, and of `out` in it."""
 
     @property
     def out(self) -> nn.Module:
-        raise NotImplementedError
+        return getattr(self, self.out_name)
 
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         """`x [..., T, hidden]` to the input of `out`."""
@@ -94,8 +91,7 @@ class RMSNorm(Fusable):
     def after(
         self, projection: nn.Module, x: Tensor, residual: Tensor, closing: RMSNorm | None = None
     ) -> kernels.Normed:
-        """The norm of residual + projection(x), and that sum: the end of a sublayer in the fused forward. `closing`
-        norms the projection first."""
+        """The norm of residual + projection(x), which `closing` norms first, and that sum, in the fused forward."""
         assert self.impl is not None
         x = x.contiguous()
         if closing is not None:
@@ -130,10 +126,6 @@ class Attention(Mixing):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
         self._packed: Packed | None = None
-
-    @property
-    def out(self) -> nn.Module:
-        return self.o_proj
 
     def pack(self) -> None:
         self._packed = self._packed or packed((self.q_proj, self.k_proj, self.v_proj))
@@ -186,17 +178,14 @@ class SwiGLU(MLP):
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
         """Some architectures store both projections in one tensor, the gate first."""
+        rows = self.gate_proj.weight.shape[0]
         for name in ("weight", *SCALE_NAMES):
             both = stored.get(f"{prefix}gate_up_proj.{name}")
-            if both is None or (name != "weight" and not self._halves_at_a_block(both)):
+            # Scales are split where none is of rows of both projections.
+            if both is None or not (name == "weight" or rows % BLOCK == 0 or both.shape[0] == 2 * rows):
                 continue
             del stored[f"{prefix}gate_up_proj.{name}"]
             stored[f"{prefix}gate_proj.{name}"], stored[f"{prefix}up_proj.{name}"] = both.halves()
-
-    def _halves_at_a_block(self, scales: Any) -> bool:
-        """Whether no scale is of rows of both projections."""
-        rows = self.gate_proj.weight.shape[0]
-        return rows % BLOCK == 0 or scales.shape[0] == 2 * rows
 
     def inner(self, x: Tensor) -> Tensor:
         if self.impl is None:
@@ -206,3 +195,19 @@ class SwiGLU(MLP):
         if self._packed.bias is None:
             return kernels.linear_silu_mul(x, self._packed.weight, batch_invariant=same, impl=self.impl)
         return kernels.silu_mul(kernels.linear(x, *self._packed, batch_invariant=same, impl=self.impl), impl=self.impl)
+
+
+def rope_table(config: DecoderConfig, max_positions: int, device: torch.device | str | None = None) -> Tensor:
+    """[max_positions, R] float32: cosines of the R/2 pairs, then their sines."""
+    return kernels.rope_table(config.rotary_dim, max_positions, config.rope_theta, config.rope_scaling, device)
+
+
+def apply_rope(x: Tensor, table: Tensor, positions: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the first R elements of `x [..., T, heads, D]` by `positions [..., T]` int64 with a `rope_table [L, R]`,
+    in pairs of i and i + R/2 ("neox"), or 2 i and 2 i + 1 if interleaved; keeps the dtype of `x`."""
+    cos, sin = table[positions].unsqueeze(-2).to(x.dtype).chunk(2, dim=-1)
+    turning, rest = x[..., : table.shape[1]], x[..., table.shape[1] :]
+    first, second = turning.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turning.chunk(2, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat([joined, rest], dim=-1)

@@ -7,9 +7,10 @@ despite its name) or of compressed-tensors (`X.weight_scale`), and one scale per
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import gcd
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 import specdec_kernels as kernels
 from algorithms.models.config_keys import nested
-from algorithms.models.fusion import Fusable, NormedProjection
+from algorithms.models.fusion import NormedProjection
+from specdec_kernels import ScaledWeight
 
 BLOCK = 128
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -30,8 +32,7 @@ SUPPORTED = (
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """by_row: one scale for each row of a weight, not for each block. scale_name: of the tensor with the scales.
-    float8_x: activations are rounded too."""
+    """by_row: a scale for each row, not block. scale_name: of its tensor. float8_x: activations are rounded too."""
 
     by_row: bool = False
     scale_name: str = "weight_scale_inv"
@@ -39,8 +40,7 @@ class WeightFormat:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> WeightFormat | None:
-        """The format that the `config.json` of a checkpoint names; None without quantisation. Raises ValueError that
-        names what is not supported."""
+        """The format that a `config.json` names; None without quantisation. ValueError: it is not supported."""
         entries = nested(config, "quantization_config") or nested(config, "compression_config")
         if not entries:
             return None
@@ -55,6 +55,11 @@ class WeightFormat:
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         return (rows, 1) if self.by_row else (-(-rows // BLOCK), -(-columns // BLOCK))
+
+    def weight(self, codes: Tensor, scales: Tensor, group_rows: int = BLOCK) -> kernels.ScaledWeight:
+        """`codes [..., N, K]` with their scales, each of `group_rows` rows in blocks."""
+        groups = (1, codes.shape[-1]) if self.by_row else (group_rows, BLOCK)
+        return kernels.ScaledWeight(codes.view(torch.uint8), scales, *groups, self.float8_x)
 
 
 def _expect(entries: Mapping[str, Any], place: str = "", **wanted: Any) -> None:
@@ -112,10 +117,13 @@ class ScaledLinear(NormedProjection):
 
     @property
     def scaled_weight(self) -> kernels.ScaledWeight:
-        codes, scales = self.weight.view(torch.uint8), getattr(self, self.format.scale_name)
-        if self.format.by_row:
-            return kernels.ScaledWeight(codes, scales, 1, codes.shape[1], self.format.float8_x)
-        return kernels.ScaledWeight(codes, scales, BLOCK, BLOCK, self.format.float8_x)
+        return self.format.weight(self.weight, getattr(self, self.format.scale_name))
+
+    def quantise(self, plain: nn.Linear) -> None:
+        """Take the weights of `plain` in blocks, and its bias."""
+        codes, scales = quantised_blocks(plain.weight)
+        bias = {} if plain.bias is None else {"bias": plain.bias}
+        self.load_state_dict({"weight": codes, "weight_scale_inv": scales, **bias}, assign=True)
 
     def forward(self, x: Tensor) -> Tensor:
         same, impl = self.batch_invariant, self.impl or "reference"
@@ -131,35 +139,6 @@ class ScaledLinear(NormedProjection):
         )
 
 
-def make_scaled(model: nn.Module, weight_format: WeightFormat, names: set[str]) -> None:
-    """Replace the linear layers of these names by scaled ones, whose weights are still to be loaded."""
-    for name in names:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        with torch.device(linear.weight.device):
-            scaled = ScaledLinear(linear.in_features, linear.out_features, linear.bias is not None, weight_format)
-        model.set_submodule(name, scaled)
-
-
-@torch.no_grad()
-def quantise(layers: nn.Module, weight_format: WeightFormat) -> None:
-    """Replace the linear layers of fusable modules in `layers` by scaled ones in blocks, one at a time, but for those
-    that their module uses otherwise."""
-    for parent in list(layers.modules()):
-        for name, linear in list(parent.named_children()):
-            if isinstance(parent, Fusable) and type(linear) is nn.Linear and name not in parent.unscaled:
-                setattr(parent, name, _quantised(linear, weight_format))
-
-
-def _quantised(linear: nn.Linear, weight_format: WeightFormat) -> ScaledLinear:
-    with torch.device("meta"):
-        scaled = ScaledLinear(linear.in_features, linear.out_features, False, weight_format)
-    codes, scales = quantised_blocks(linear.weight)
-    scaled.load_state_dict(dict(weight=codes, weight_scale_inv=scales), assign=True)
-    scaled.bias = linear.bias
-    return scaled.requires_grad_(False).train(linear.training)
-
-
 def quantised_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 codes [N, K] and float32 scales [ceil(N / 128), ceil(K / 128)] of a weight: the scale of a block is its
     largest magnitude / 448, or 1 for zeros; a code is the nearest one, ties to even."""
@@ -170,3 +149,51 @@ def quantised_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.where(largest > 0, largest / LARGEST, 1.0)
     codes = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return codes.reshape(padded.shape)[:rows, :columns].contiguous(), scales
+
+
+class Packed(NamedTuple):
+    """Weights [rows of all, in] of several projections, and their biases."""
+
+    weight: Tensor | ScaledWeight
+    bias: Tensor | None
+
+
+@torch.no_grad()
+def packed(projections: Sequence[nn.Linear | ScaledLinear]) -> Packed:
+    """`joined`; the weights and biases of the projections become views of it."""
+    found = joined(projections)
+    weight, bias = found
+    codes = weight.codes if isinstance(weight, ScaledWeight) else weight
+    sizes = [projection.weight.shape[0] for projection in projections]
+    for projection, part in zip(projections, codes.split(sizes), strict=True):
+        projection.weight = nn.Parameter(part.view(projection.weight.dtype), requires_grad=False)
+    for projection, part in zip(projections, () if bias is None else bias.split(sizes), strict=bias is not None):
+        projection.bias = nn.Parameter(part, requires_grad=False)
+    return found
+
+
+def joined(projections: Sequence[nn.Linear | ScaledLinear]) -> Packed:
+    """One matrix of all `projections`. Raises ValueError where some are scaled and others are not."""
+    scaled = [projection for projection in projections if isinstance(projection, ScaledLinear)]
+    if scaled and len({getattr(projection, "format", None) for projection in projections}) > 1:
+        raise ValueError("expected projections that read the same input to have weights of one format, got several")
+    # torch does not join float8 numbers on every device.
+    weights: list[Tensor] = [each.weight.view(torch.uint8) if scaled else each.weight for each in projections]
+    weight = torch.cat(weights)
+    biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
+    return Packed(
+        _scaled(weight, [projection.scaled_weight for projection in scaled]) if scaled else weight,
+        torch.cat(biases) if biases else None,
+    )
+
+
+def _scaled(codes: Tensor, members: Sequence[ScaledWeight]) -> ScaledWeight:
+    """`codes` with the scales of their members, in groups of rows so small that each member begins with one."""
+    group, row, scales = members[0].group_rows, 0, []
+    for member in members:
+        group = gcd(group, row)
+        row += member.shape[0]
+    for member in members:
+        repeated = member.scales.repeat_interleave(member.group_rows // group, 0)
+        scales.append(repeated[: -(-member.shape[0] // group)])
+    return members[0]._replace(codes=codes, scales=torch.cat(scales), group_rows=group)

@@ -60,8 +60,7 @@ class SharedVocabulary:
         return self.target_ids - torch.arange(len(self.target_ids))
 
     def apply(self, draft: Target) -> Target:
-        """`draft` with an embedding for the target's ids and an LM head over the tokens in common, in the order of
-        `target_ids`. Its model is changed."""
+        """`draft`, whose model is changed: an embedding for the target's ids, an LM head over `target_ids`."""
         model = draft.model
         table = model.model.embed_tokens.weight.data
         rows = table if model.lm_head is None else model.lm_head.weight.data

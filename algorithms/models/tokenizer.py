@@ -42,13 +42,14 @@ class Tokenizer:
         folder = resolve_folder(path)
         backend = _read_backend(folder / TOKENIZER_FILE)
         config = read_optional_json(folder / TOKENIZER_CONFIG_FILE)
-        special = _special_tokens(config)
+        special = {key: value for key, value in config.items() if key.endswith("_token")}
+        special |= {key: value.get("content") for key, value in special.items() if isinstance(value, dict)}
+        special = {key: token for key, token in special.items() if isinstance(token, str)}
         template = _chat_template(folder, config)
         return cls(backend, folder, _eos_ids(folder, backend, special), template, special, thinking)
 
     @property
     def size(self) -> int:
-        """Tokens in the vocabulary, added ones included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
@@ -64,8 +65,7 @@ class Tokenizer:
         return {token.content: index for index, token in added.items() if token.special}
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Ids of `text`, with the special tokens that the tokenizer adds, such as a leading BOS, unless
-        `add_special` is False."""
+        """Ids of `text`, with the special tokens that the tokenizer adds, such as BOS, unless `add_special`."""
         try:
             return self.backend.encode(text, add_special_tokens=add_special).ids
         except (TypeError, UnicodeError) as error:  # the library says nothing of the character
@@ -78,9 +78,8 @@ class Tokenizer:
             ) from error
 
     def encode_chat(self, turns: Sequence[str], replies: Sequence[str] = ()) -> list[int]:
-        """Ids of a conversation of user `turns`, up to where the assistant answers the last one; `replies` answer the
-        others. Raises ValueError for another number of replies or no turns, ModelError where the chat template is
-        absent or fails."""
+        """Ids of a conversation of user `turns`, up to the answer to the last one; `replies` answer the others.
+        ValueError for another number of replies or no turns, ModelError where the chat template is absent or fails."""
         if not turns:
             raise ValueError("turns: expected at least one user turn, got none")
         if len(replies) != len(turns) - 1:
@@ -97,14 +96,12 @@ class Tokenizer:
 
     @property
     def can_think(self) -> bool:
-        """Whether the chat template knows `enable_thinking`."""
         return self.chat_template is not None and "enable_thinking" in self.chat_template
 
     def spell(self, token_id: int) -> str:
         return self.backend.decode([token_id], skip_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Output text of `ids` without special tokens."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def render(self, turns: Sequence[str], replies: Sequence[str] = ()) -> str:
@@ -148,12 +145,6 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for every malformed file
         raise ModelError("the tokenizer file cannot be read", where=path, actual=str(error), fix=COPY_AGAIN) from error
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    found = {key: value for key, value in config.items() if key.endswith("_token")}
-    found |= {key: value.get("content") for key, value in found.items() if isinstance(value, dict)}
-    return {key: token for key, token in found.items() if isinstance(token, str)}
 
 
 def _eos_ids(folder: Path, backend: tokenizers.Tokenizer, special: dict[str, str]) -> frozenset[int]:

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from algorithms.algorithm import AttentionCalls
 from algorithms.drafting.draft_sampling import LevelSettings
-from algorithms.drafting.feature_drafter import STREAMS, FeatureDrafter
+from algorithms.drafting.level_drafter import STREAMS, FeatureDrafter
 
 if TYPE_CHECKING:
     from algorithms.models.loading import Target, TargetFolder
 
 
 class MTP(FeatureDrafter):
-    """Drafts with the MTP layers of the target."""
-
     name = "mtp"
     finds_draft_model = True
 
@@ -38,8 +36,7 @@ class MTP(FeatureDrafter):
         from algorithms.mtp.loading import read_mtp
 
         head = read_mtp(draft_path, target, config.hidden_in, config.feedback).config
-        cls.check_topk(config, head.decoder.vocab_size)
-        return AttentionCalls(head.decoder, {"prefill": "chain", "draft": "chain" if config.topk == 1 else "tree"})
+        return cls.calls(config, head.decoder, head.decoder.vocab_size)
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.mtp.loading import load_mtp

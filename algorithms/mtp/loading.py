@@ -10,14 +10,12 @@ from algorithms.models.architectures import find_architecture
 from algorithms.models.config import DecoderConfig
 from algorithms.models.config_keys import nested
 from algorithms.models.folder import ModelError, resolve_folder
-from algorithms.models.latent.config import LatentConfig
 from algorithms.models.layers import RMSNorm
 from algorithms.models.loading import speculators
 from algorithms.models.loading import target as loading
 from algorithms.models.loading.stored import check_layers, stored_tensors
 from algorithms.models.loading.weights import load_weights
-from algorithms.mtp.config import MTPConfig
-from algorithms.mtp.formats import BY_MODEL_TYPE, LAYERS, Family, family_of
+from algorithms.mtp.config import BY_MODEL_TYPE, LAYERS, Family, MTPConfig, family_of
 from algorithms.mtp.model import MTPHead
 from algorithms.parallel.sharding import shard_drafter
 
@@ -64,8 +62,7 @@ def load_mtp(
         if isinstance(module, RMSNorm) and config.norm_offset:
             module.weight.add_(config.norm_offset)
     head.bind(target.model)
-    loading.drop_copies(head, target.model)
-    loading.quantise_drafter(head, target)
+    loading.fit_drafter(folder, head, target)
     shard_drafter(head)
     return head
 
@@ -84,7 +81,7 @@ def read_mtp(
     stored = sorted(stored_tensors(folder))
     family = family_of(flat)
     if family is not None:
-        family = family.of_target(target.config.num_layers)
+        family = replace(family, prefix=family.prefix.format(num_layers=target.config.num_layers))
     if family is None or not any(name.startswith(family.prefix) for name in stored):
         heads = ", ".join(f"{each.prefix}* of {key}" for key, each in BY_MODEL_TYPE.items())
         raise ModelError(
@@ -134,18 +131,17 @@ def _of_head(folder: Path, decoder: DecoderConfig, names: frozenset[str], count:
     first = f"{LAYERS}0."
     if any(name.startswith(f"{first}linear_attn.") for name in names):
         raise _unsupported(folder, "attention or latent attention in the MTP layer", "linear attention")
-    latent = next((kind for kind in decoder.mixings if isinstance(kind, LatentConfig)), None)
-    if f"{first}self_attn.kv_a_proj_with_mqa.weight" not in names:
-        latent = None
-    experts = next((kind for kind in decoder.mlps if kind is not None), None)
-    if f"{first}mlp.gate.weight" not in names:
-        experts = None
+
+    def of_head(kinds: tuple[Any, ...], mark: str) -> tuple[Any, ...]:
+        kind = next((kind for kind in kinds if kind is not None), None)
+        return (kind,) * count if kind is not None and f"{first}{mark}" in names else ()
+
     return replace(
         decoder,
         num_layers=count,
         sliding_windows=(),
-        mixings=() if latent is None else (latent,) * count,
-        mlps=() if experts is None else (experts,) * count,
+        mixings=of_head(decoder.mixings, "self_attn.kv_a_proj_with_mqa.weight"),
+        mlps=of_head(decoder.mlps, "mlp.gate.weight"),
     )
 
 

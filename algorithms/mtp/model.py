@@ -4,8 +4,8 @@
     h_{p+1} = final_layernorm(layer(x)),    logits of x_{p+2} = target's LM head of h_{p+1}
 
 Level i of a draft runs layer i mod n of n. Every layer stores every row, with the feature that its level reads.
-Parameter names are those of MiMo and speculators; `formats` turns others
-into these. Origin: DeepSeek-V3 (arXiv 2412.19437).
+Parameter names are those of MiMo and speculators; `config` turns others into these. Origin: DeepSeek-V3 (arXiv
+2412.19437).
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from algorithms.drafting.feature_drafter import NORMED, RAW
 from algorithms.drafting.feature_head import FeatureHead
+from algorithms.drafting.level_drafter import NORMED, RAW
 from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import DecoderLayer, reset_layers
 from algorithms.models.fusion import project
@@ -40,8 +40,6 @@ class MTPLayer(DecoderLayer):
 
 
 class MTPHead(FeatureHead):
-    """The head. Where it has no embedding or LM head of its own, the target's."""
-
     def __init__(
         self, config: MTPConfig, num_target_layers: int, own_embedding: bool = False, own_head: bool = False
     ) -> None:

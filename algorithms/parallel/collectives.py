@@ -1,8 +1,12 @@
-"""Sums, joins and broadcasts between the processes that share a target, one process per device.
+"""Sums, joins and broadcasts between the processes that share a target, one process per device, and their agreement.
 
 Every rank reads a small sum straight from the memory of the others (one shot, over symmetric memory of torch): it is
 bound by latency, and one exchange has less of it than a ring. The ranks add in the same order, so all of them hold the
 same bits. Larger sums, and machines whose devices cannot read each other, use the all-reduce of the process group.
+
+Every rank runs the same loop over the same requests, but equal bits on every device are not guaranteed. So rank 0
+decides: its draft and its acceptance are broadcast. Greedy tokens that all ranks have chosen together, see
+`Decoder.argmax`, are equal already.
 """
 
 import os
@@ -13,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specdec_kernels import Exchange, exchange_elements
+from algorithms.algorithm import DraftTree
+from specdec_kernels import Accepted, Exchange, TreeLinks, exchange_elements
 
 _ONE_SHOT_BYTES = 1 << 20
 _ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
@@ -121,3 +126,26 @@ def _symmetric(device: torch.device, size: int) -> tuple[Tensor, list[int]] | No
     except RuntimeError:
         return None
     return memory, list(shared.buffer_ptrs)
+
+
+def own_share(tensor: Tensor, dim: int) -> Tensor:
+    """This rank's part of `tensor`, which the ranks share out evenly along `dim`."""
+    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()] if parallel() else tensor
+
+
+def agree_on_draft(draft: DraftTree) -> DraftTree:
+    """Rank 0's draft, on every rank. A draft of node 0 alone is what all ranks have agreed on before."""
+    if not parallel() or draft.tokens.shape[1] == 1:
+        return draft
+    others = {name: getattr(draft, name) for name in ("draft_probs", "draft_rows", "path_probs")}
+    given = {name: tensor for name, tensor in others.items() if tensor is not None}
+    tokens, *rest = from_rank_0([draft.tokens, *draft.links, *given.values()])
+    links, agreed = TreeLinks(*rest[: len(draft.links)]), rest[len(draft.links) :]
+    return DraftTree(tokens, links, **dict(zip(given, agreed, strict=True)))
+
+
+def agree_on_acceptance(accepted: Accepted) -> Accepted:
+    if not parallel():
+        return accepted
+    agreed = iter(from_rank_0([tensor for tensor in accepted if tensor is not None]))
+    return Accepted(*(None if tensor is None else next(agreed) for tensor in accepted))  # type: ignore[arg-type]

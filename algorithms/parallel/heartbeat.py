@@ -20,8 +20,6 @@ class RankDiedError(RuntimeError):
 
 
 class Heartbeat:
-    """Counts up for this rank, and reads the counts of all."""
-
     def __init__(self, store: Any, rank: int, world_size: int, beat_s: float = BEAT_S) -> None:
         self._store, self._rank, self._world_size, self._beat_s = store, rank, world_size, beat_s
         self._store.set(self._key(rank), "0")

@@ -76,7 +76,6 @@ def shard_mixing(mixing: Mixing, config: DecoderConfig, layer: int, rank: int) -
 
 
 def shard_mlp(mlp: MLP, config: DecoderConfig, layer: int, rank: int) -> MLP:
-    """The layer's MLP with this rank's columns."""
     if isinstance(mlp, Experts):
         sizes = config.mlp(layer)
         _shard_experts(mlp.experts, sizes.width, rank)

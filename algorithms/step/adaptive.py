@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from algorithms.engine.readback import StepResult
+from algorithms.engine.transfers import StepResult
 from algorithms.parallel.collectives import from_rank_0, parallel
 from algorithms.step.draft_length import DraftLengthPolicy, prior_tokens
 

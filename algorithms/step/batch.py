@@ -6,6 +6,7 @@ prefilled ahead, the dummy slot, where padding writes, and the blank slot, where
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from algorithms.algorithm import Batch, Observation, Resources
 from algorithms.engine.request import Request
-from algorithms.engine.staging import Arrays, Fields, Staging
+from algorithms.engine.transfers import Arrays, Fields, Staging
 from algorithms.step.constraints import ConstraintState
 from algorithms.step.sampling_params import MAX_BAD_WORD, MAX_FORBIDDEN, SamplingNeeds, SamplingParams
-from specdec_kernels import SamplingTensors, keep_last
+from specdec_kernels import SamplingTensors, apply_penalties, keep_last
 
 _ALIGNED = 32  # slots are allocated in multiples of this, so that kernels see one alignment of every tensor
 _DUMMY_KINDS = 32
@@ -53,9 +54,13 @@ class PenaltyState:
         self.prompt_seen = torch.zeros((slots, vocab), dtype=torch.bool, device=device)
         self.bias = torch.zeros((slots, vocab), dtype=torch.float32, device=device)
 
+    def of(self, slots: slice | Tensor) -> tuple[Tensor, ...]:
+        """What `apply_penalties` takes of `slots`: counts, marks, repetition, presence, frequency, bias."""
+        state = (self.output_counts, self.prompt_seen, self.repetition, self.presence, self.frequency, self.bias)
+        return tuple(each[slots] for each in state)
+
     def fill(self, slot: int, request: Request) -> None:
-        """Put a request into `slot`. Numbers enter by `fill_`: `tensor[slot] = number` is a copy that the host waits
-        for."""
+        """Put a request into `slot`, numbers by `fill_`: the host waits for the copy of `tensor[slot] = number`."""
         sampling, device = request.sampling, self.bias.device
         prompt = torch.tensor(request.prompt_ids, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         self.repetition[slot].fill_(sampling.repetition_penalty)
@@ -69,8 +74,7 @@ class PenaltyState:
 
 
 class ForbiddenState:
-    """The token sequences that each slot must not emit, see `specdec_kernels.forbid_tokens`; allocated when the first
-    request has any."""
+    """What each slot must not emit, see `specdec_kernels.forbid_tokens`; allocated when a request has any."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.words = torch.full((slots, MAX_FORBIDDEN, MAX_BAD_WORD), -1, dtype=torch.int64, device=device)
@@ -89,9 +93,8 @@ class ForbiddenState:
 
 
 class BatchState:
-    """Tensors for up to `max_batch` running requests and `ahead` waiting ones, of up to `max_pages` pages and `context`
-    positions; see `Batch`. Numbers of one width lie in one tensor, so that a request enters, moves and leaves in a few
-    operations."""
+    """Tensors for up to `max_batch` running requests and `ahead` waiting ones, of `max_pages` pages and `context`
+    positions; see `Batch`. Numbers of one width are one tensor, so that requests move in a few operations."""
 
     def __init__(
         self, max_batch: int, ahead: int, max_pages: int, context: int, vocab: int, device: torch.device
@@ -117,8 +120,7 @@ class BatchState:
         self.constraints: ConstraintState | None = None
 
     def make_room(self, needs: SamplingNeeds, num_nodes: int, max_depth: int) -> None:
-        """Allocate what `needs` require for each slot, and of each of the `num_nodes` nodes in `max_depth` levels of
-        its draft, unless it is there already."""
+        """Allocate what `needs` require for each slot and its draft, unless it is there already."""
         if needs.penalised and self.penalties is None:
             self.penalties = PenaltyState(self._num_slots, self._vocab, self._device)
         if needs.forbids and self.forbidden is None:
@@ -139,21 +141,18 @@ class BatchState:
             self._history[slot, len(request.prompt_ids) :][: len(known)].copy_(known, non_blocking=True)
 
     def enter(self, slots: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Put the numbers and pages of requests into `slots` [P] int64, entries of padding into the dummy slot.
-        `values` holds what `number_fields(P)` names, and `pages` [P, max_pages] int32: the entries past the pages of a
-        request are any pages."""
+        """Put the numbers and pages of requests into `slots` [P] int64, padding into the dummy slot. `values` holds
+        what `number_fields(P)` names, and `pages` [P, max_pages] int32, past a request's own any pages."""
         self._longs.index_copy_(1, slots, values["longs"])
         self._words.index_copy_(1, slots, values["words"])
         self._pages.index_copy_(0, slots, values["pages"])
 
     def activate(self, slots: Tensor, complete: Tensor) -> None:
-        """Let requests in `slots` [P] int64 take part in steps where `complete` [P] int32 is 1; the others are
-        padding."""
+        """Let requests in `slots` [P] int64 take part in steps where `complete` [P] int32 is 1."""
         self._words[ACTIVE].index_copy_(0, slots, complete)
 
     def write_text(self, slots: Tensor, positions: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Put the first `counts` [S] int32 columns of `tokens` [S, n] int64 at `positions` [S, n] int64 of `slots` [S]
-        int64."""
+        """Put the first `counts` [S] int32 of `tokens` [S, n] at `positions` [S, n] int64 of `slots` [S] int64."""
         inside = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self._history[torch.where(inside, slots[:, None], self.dummy_slot), positions] = tokens
 
@@ -188,7 +187,6 @@ class BatchState:
         self.active[:num_slots].fill_(1)
 
     def reset(self) -> None:
-        """No request, and no trace of one."""
         self.clear(slice(None))
         for tensor in (self._pages, self._history):
             tensor.zero_()
@@ -206,8 +204,7 @@ class BatchState:
         return self._batch(slots, self.lengths[slots], self.active[slots], max_length)
 
     def tiles(self, slots: Tensor, lengths: Tensor, counts: Tensor, max_length: int) -> Batch:
-        """Tiles of prompts as a batch: tile i is `counts[i]` tokens of slot `slots[i]` from position `lengths[i]`
-        on."""
+        """Tiles of prompts: tile i is `counts[i]` tokens of slot `slots[i]` from position `lengths[i]` on."""
         return self._batch(slots, lengths, (counts > 0).to(torch.int32), max_length)
 
     def _batch(self, slots: slice | Tensor, lengths: Tensor, active: Tensor, max_length: int) -> Batch:
@@ -246,5 +243,49 @@ class SlotStore:
         keep_last(self._vectors[seen.batch.slots], values.contiguous(), seen.counts, impl=self._impl)
 
     def move(self, source: int, target: int) -> None:
-        """Copy the vector of slot `source` to slot `target`."""
         self._vectors[target] = self._vectors[source]
+
+
+@dataclass(frozen=True)
+class DraftAdjustment:
+    """Penalties, logit bias and forbidden single tokens on logits of drafts, for `slots` whose last tokens have the
+    positions `lengths` [B]. Tokens of a draft's own path are not counted; the target decides in any case."""
+
+    penalties: PenaltyState | None
+    forbidden: ForbiddenState | None
+    slots: slice | Tensor
+    lengths: Tensor
+    vocab_size: int
+    impl: str
+
+    def __call__(self, logits: Tensor, depth: int, vocabulary: Tensor | None = None) -> None:
+        """Change the logits [B, T, V_d] of drafts, after `depth` tokens or more behind the last one, in place.
+        `vocabulary` [V_d] int64 is added to an id of the drafter to give the target's."""
+        known = None
+        if vocabulary is not None:
+            known = vocabulary + torch.arange(len(vocabulary), device=vocabulary.device)
+        if self.penalties is not None:
+            self._penalise(logits, self.penalties, known)
+        if self.forbidden is not None:
+            self._forbid(logits, self.forbidden, depth, known)
+
+    def _penalise(self, logits: Tensor, state: PenaltyState, known: Tensor | None) -> None:
+        rows, width, _ = logits.shape
+        counts, seen, *factors, bias = state.of(self.slots)
+        if known is not None:
+            counts, seen, bias = (each.index_select(1, known) for each in (counts, seen, bias))
+        # Tokens outside of the vocabulary are not counted, so no column has a path.
+        tokens = self.lengths.new_full((rows, width), -1)
+        mask = tokens.new_zeros(rows, width, -(-width // 64))
+        repetition, presence, frequency = factors
+        apply_penalties(logits, tokens, mask, counts, seen, repetition, presence, frequency, bias, impl=self.impl)
+
+    def _forbid(self, logits: Tensor, state: ForbiddenState, depth: int, known: Tensor | None) -> None:
+        words, until = state.words[self.slots], state.until[self.slots]
+        last, is_single = words[..., -1], words[..., -2] < 0
+        applies = is_single & (last >= 0) & (last < self.vocab_size) & (self.lengths[:, None] + depth + 1 < until)
+        # The last column takes what does not apply.
+        hidden = torch.zeros(len(words), self.vocab_size + 1, dtype=torch.bool, device=logits.device)
+        hidden.scatter_(1, torch.where(applies, last, self.vocab_size), True)
+        hidden = hidden[:, :-1] if known is None else hidden.index_select(1, known)
+        logits.masked_fill_(hidden[:, None], -torch.inf)

@@ -1,13 +1,61 @@
-"""The objects that every step of a run shares."""
+"""The objects that every step of a run shares, and what steps without a draft keep for the drafter."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from algorithms.algorithm import Algorithm, Observation, Resources
+import torch
+from torch import Tensor
+
+from algorithms.algorithm import Algorithm, Batch, Observation, Resources
 from algorithms.attention.memory import Memory
-from algorithms.models.experts.ledger import ExpertLedger
+from algorithms.models.experts.module import ExpertLedger
 from algorithms.step.adaptive import Sizing
 from algorithms.step.batch import BatchState
-from algorithms.step.deferred_observation import DeferredObservation
+
+COLUMNS = 32  # steps without a draft between two observations, at most
+
+
+class DeferredObservation:
+    """Results of the target in steps without a draft, in up to `COLUMNS` columns per slot. Before a draft, and when the
+    columns are full, the drafter observes all of them in one pass."""
+
+    def __init__(self, num_features: int, resources: Resources) -> None:
+        """`num_features` is the number of the algorithm's target layers."""
+        self._width = resources.target.config.hidden_size
+        shape = (resources.max_batch, COLUMNS, (1 + num_features) * self._width)
+        self._kept = torch.zeros(shape, dtype=resources.dtype, device=resources.device)
+        self._counts = torch.zeros(resources.max_batch, dtype=torch.int64, device=resources.device)
+        self._columns = torch.arange(COLUMNS, device=resources.device)
+
+    def keep(self, batch: Batch, hidden: Tensor, features: list[Tensor]) -> None:
+        """Append the one token of each active slot; [B, 1, hidden] each."""
+        counts, joined = self._counts[batch.slots], torch.cat([hidden, *features], -1)
+        self._kept[batch.slots].scatter_(1, counts[:, None, None].expand(joined.shape), joined)
+        counts += batch.active
+
+    def take(self, batch: Batch) -> Observation:
+        """All that is kept of the slots of `batch`; nothing is kept afterwards."""
+        counts = self._counts[batch.slots].clone()
+        self._counts[batch.slots].zero_()
+        start = batch.lengths - counts
+        positions = (start[:, None] + self._columns).clamp(max=batch.history.shape[1] - 2)
+        hidden, *features = (part.contiguous() for part in self._kept[batch.slots].split(self._width, -1))
+        return Observation(
+            batch=replace(batch, lengths=start),
+            tokens=batch.history.gather(1, positions),
+            next_tokens=batch.history.gather(1, positions + 1),
+            features=features,
+            hidden=hidden,
+            positions=positions,
+            counts=counts.int(),
+            drafts_stale=True,
+        )
+
+    def move(self, source: int, target: int) -> None:
+        for tensor in (self._kept, self._counts):
+            tensor[target] = tensor[source]
+
+    def clear(self, slots: int | slice) -> None:
+        self._counts[slots].zero_()
 
 
 @dataclass(frozen=True)
@@ -38,7 +86,6 @@ class StepParts:
             self.backlog.move(source, target)
 
     def reset(self) -> None:
-        """Drop what former requests taught about text."""
         self.algorithm.reset()
         for texts in self.resources.histories:
             texts.store.clear()

@@ -37,12 +37,10 @@ class Prefiller:
 
     @property
     def captures(self) -> bool:
-        """Whether prefills run as graphs."""
         return self._recorder is not None
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
-        """Sizes that are captured, in tiles."""
         return tuple(prefill.size for prefill in self.prefills if prefill.size in self._captured)
 
     def warm_up(self) -> None:

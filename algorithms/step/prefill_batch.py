@@ -1,12 +1,9 @@
-"""A prefill batch: prompt tokens that run in one forward, as tiles of a fixed width.
+"""A prefill batch: prompt tokens that run in one forward, as tiles of a fixed width, each with a first position.
 
-Each tile is a query row of the forward with a first position of its own. All tiles store their keys of a layer before
-the layer attends, so a tile sees the earlier tiles of its prompt, in this batch or an earlier one. A prompt has less
-than one tile of padding.
-
-Everything that differs between two batches of a size is sent to the device in one copy: tokens, slots, pages and
-sampling parameters. So the work can be captured in a CUDA graph. It enters new requests into the state of the batch as
-padding, and at its end activates those with complete prompts. The host reads nothing back.
+All tiles store their keys of a layer before the layer attends, so a tile sees the earlier tiles of its prompt, in this
+batch or an earlier one. Everything that differs between two batches of a size is sent to the device in one copy, so the
+work can be captured in a CUDA graph. It enters new requests into the state of the batch as padding, and at its end
+activates those with complete prompts.
 """
 
 from collections.abc import Sequence
@@ -17,14 +14,13 @@ from torch import Tensor
 
 from algorithms.algorithm import Batch, Observation, Prompts
 from algorithms.engine.scheduler import PrefillSegment, tiles_of
-from algorithms.engine.staging import Arrays, Fields, Staging
+from algorithms.engine.transfers import Arrays, Fields, Staging
 from algorithms.models.layers import Mixer
 from algorithms.step.batch import number_fields, write_numbers
 from algorithms.step.context import StepParts
 
 PASS_ROWS = 256
-"""Rows of a product that share a pass over its weights on a GPU: up to this number a further row costs little, and
-beyond every row costs its arithmetic."""
+"""Rows that share a pass over weights on a GPU: a further row costs little up to these, its arithmetic beyond."""
 
 
 def tile_counts(most: int, dense: int | None = None) -> tuple[int, ...]:
@@ -37,8 +33,7 @@ def tile_counts(most: int, dense: int | None = None) -> tuple[int, ...]:
 
 
 def prefill_fields(size: int, tile: int, max_pages: int) -> Fields:
-    """Fields that a batch of `size` tiles sends to the device: first the fields of each tile, then of each prompt.
-    There are at most as many prompts as tiles."""
+    """What a batch of `size` tiles sends to the device, by tile, then by prompt; no more prompts than tiles."""
     return {
         "slots": ((size,), torch.int64),
         "starts": ((size,), torch.int64),
@@ -89,8 +84,7 @@ class PrefillBatch:
         self._staging.send()
 
     def _write_tiles(self, arrays: Arrays, first: int, segment: PrefillSegment) -> int:
-        """The tiles of a segment, from tile `first` on; returns their number. A segment without tokens has a tile for
-        the token after it."""
+        """Write a segment from tile `first` on; returns its tiles. Without tokens it has one for the token after it."""
         running, start, count = segment
         text = np.array(running.request.prompt_ids[start : start + count + 1])
         num_tiles = tiles_of(count, self.tile)
@@ -103,8 +97,7 @@ class PrefillBatch:
         return num_tiles
 
     def _write_prompt(self, arrays: Arrays, place: int, first_tile: int, segment: PrefillSegment) -> None:
-        """The entry of a segment among the prompts. It is padding until the prefill is finished, and stays so where its
-        prompt is not complete."""
+        """A segment's entry among the prompts: padding until the prefill is finished, and while the prompt is not."""
         running, start, count = segment
         arrays["prompt_slots"][place], arrays["prompt_starts"][place] = running.slot, start
         arrays["prompt_counts"][place] = count
@@ -123,8 +116,7 @@ class PrefillBatch:
         return Prompts(*whose, width=self.size * self.tile)
 
     def begin(self, longest: int) -> Mixer:
-        """Enter the requests and their prompts into the state, and plan a forward over `tokens`, of which no tile
-        begins after position `longest`."""
+        """Enter the requests and prompts, and plan a forward over `tokens`; no tile begins after position `longest`."""
         parts, sent = self._parts, self.sent
         slots, counts, state = sent["slots"], sent["counts"], self._parts.state
         state.enter(sent["prompt_slots"], sent)

@@ -1,18 +1,17 @@
 """Launches steps, captured in CUDA graphs at one of four levels: `none`, `draft`, `verify` (draft and verify), `step`
 (all of it, and the prefill batches between steps, see `prefill`).
 
-Batch sizes are rounded up to a bucket. Each bucket is captured once, before the clock runs, with every slot inactive.
-Lengths, pages and sampling parameters are in device memory, so a replay serves any requests. All levels run the same
-code; `none` runs it uncaptured, over exactly the slots in use, and compiles its kernels before the clock runs by steps
-without requests. If requests have grammars, each phase is a graph of its own, because the host works between them,
-see `constraints`. A step in one graph may have a prefill batch (mixed prefill); each of its sizes makes another graph.
+Batch sizes are rounded up to a bucket, and each is captured once, before the clock runs, with every slot inactive: a
+replay serves any requests. `none` runs the same code over exactly the slots in use, and compiles its kernels before the
+clock runs. If requests have grammars, each phase is a graph of its own, see `constraints`. Each size of prefill batch
+that may join a step in one graph (mixed prefill) makes another graph.
 """
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -23,8 +22,7 @@ from torch import Tensor
 
 from algorithms.engine.clock import PhaseClock, Stamps
 from algorithms.engine.settings import GRAPH_LEVELS, LAST_CAPTURED
-from algorithms.step.context import StepParts
-from algorithms.step.deferred_observation import COLUMNS
+from algorithms.step.context import COLUMNS, StepParts
 from algorithms.step.prefill_batch import PrefillBatch
 from algorithms.step.sampling_params import SamplingNeeds
 from algorithms.step.step import PHASES, Step, phases_of
@@ -51,8 +49,6 @@ class GraphReport:
 
 
 class Captured(Protocol):
-    """Recorded work."""
-
     def replay(self) -> None: ...
 
 
@@ -67,30 +63,26 @@ def buckets(max_batch: int) -> tuple[int, ...]:
     return (*sizes, max_batch)
 
 
-class CudaCapture:
-    """Captures into graphs that share one memory pool: only one of them runs at a time."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARMUP_RUNS):
-                work()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+def _capture_graph(pool: Any, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARMUP_RUNS):
             work()
-        return graph
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        work()
+    return graph
 
 
 class Recorder:
-    """Captures the work of one engine, and counts what that takes."""
+    """Captures the work of one engine, and counts what that takes. Its graphs share one memory pool: only one of them
+    runs at a time."""
 
-    def __init__(self, capture: Capture, device: torch.device) -> None:
-        self._capture, self._device = capture, device
+    def __init__(self, capture: Capture | None, device: torch.device) -> None:
+        self._capture = capture or partial(_capture_graph, torch.cuda.graph_pool_handle())
+        self._device = device
         self.num_graphs, self.warmup_ms, self.memory_bytes = 0, 0.0, 0
 
     def __call__(self, work: Callable[[], None]) -> Captured:
@@ -147,13 +139,12 @@ class StepRunner:
         self.recorder: Recorder | None = None
         """Captures what this engine runs; None where nothing is captured."""
         if level != "none":
-            self.recorder = Recorder(capture or CudaCapture(), parts.resources.device)
+            self.recorder = Recorder(capture, parts.resources.device)
         self._stamps = clock.stamps(PHASES) if level == "step" else None
         self._captured: dict[_Variant, _Launch] = {}
         self._prefills = prefills
         self.mixed_ms: defaultdict[str, float] = defaultdict(float)
-        """Time that prefills added to each phase of their steps: the difference of the step's times with and without
-        one, measured without requests."""
+        """Time that prefills added to each phase of their steps, as measured without requests."""
         self._observing: dict[int, Captured] = {}
         self._num_kept = 0
         self._launched = False
@@ -168,15 +159,14 @@ class StepRunner:
 
     def report(self, prefill_tiles: tuple[int, ...] = ()) -> GraphReport:
         """The sizes captured so far, with prefill batches of `prefill_tiles`."""
-        report = GraphReport(self.level, self._buckets, step_tiles=tuple(prefill.size for prefill in self._prefills))
+        tiles = tuple(prefill.size for prefill in self._prefills)
         if self.recorder is None:
-            return report
+            return GraphReport(self.level, self._buckets, step_tiles=tiles)
         counts = {name: getattr(self.recorder, name) for name in ("num_graphs", "warmup_ms", "memory_bytes")}
-        return replace(report, prefill_tiles=prefill_tiles, **counts)
+        return GraphReport(self.level, self._buckets, prefill_tiles, tiles, **counts)
 
     def prepare(self, needs: SamplingNeeds) -> None:
-        """Capture every bucket and size for `needs`, or compile what steps launch, unless done. No request may be
-        running."""
+        """Capture every bucket and size for `needs`, or compile their kernels, unless done; no request may run."""
         resources = self._parts.resources
         if self.recorder is None and resources.device.type == "cuda" and resources.backend.capturable:
             self.compile(needs)
@@ -206,9 +196,8 @@ class StepRunner:
         return found
 
     def mixed_prefills(self, needs: SamplingNeeds, num_slots: int) -> Sequence[PrefillBatch]:
-        """The prefill batches that may join a step for `needs` over `num_slots` requests, in ascending order of size.
-        Below the largest bucket every second size is left out, because few prompts join there; all are where steps
-        differ in size, because each would take graphs of every size."""
+        """The prefill batches that may join a step for `needs` over `num_slots` requests, rising. Below the largest
+        bucket few prompts join: every second size, or none where steps differ in size, to save graphs."""
         if not self._prefills or phases_of(needs) != PHASES:
             return ()
         if self.bucket_of(num_slots) == self._buckets[-1]:
@@ -218,15 +207,13 @@ class StepRunner:
         return self._prefills[(len(self._prefills) - 1) % 2 :: 2]
 
     def reset(self) -> None:
-        """Drop the times and experts counted so far."""
         self.clock.reset()
         self.mixed_ms.clear()
         if self._parts.experts is not None:
             self._parts.experts.reset()
 
     def _sizes(self, needs: SamplingNeeds) -> tuple[int, ...]:
-        """Nodes of the steps for `needs`. Steps with grammars have one size, because jump-forward tokens are verified
-        in any case."""
+        """Nodes of the steps for `needs`; one size with grammars, because jump-forward tokens are verified anyway."""
         sizing = self._parts.sizing
         return (self._parts.algorithm.num_nodes,) if sizing is None or needs.constrained else sizing.nodes
 
@@ -238,9 +225,8 @@ class StepRunner:
     def launch(
         self, num_slots: int, max_length: int, needs: SamplingNeeds, prefill: PrefillBatch | None = None
     ) -> Tensor:
-        """Start a step over slots 0 … num_slots - 1 and return its table, still being written, for those slots.
-        `prefill`, which has been sent, is part of it. The first draft for requests is checked; where it is captured, it
-        is drafted once more for that."""
+        """Start a step over slots 0 … num_slots - 1, with `prefill`, which has been sent; returns its table, still
+        being written, for those slots. The first draft for requests is checked, if captured by another one."""
         nodes = self._next_nodes(num_slots, max_length, needs)
         first, self._launched = not self._launched, True
         if first and self.recorder:
@@ -308,7 +294,11 @@ class StepRunner:
         state, length = self._parts.state, min(_DUMMY_TOKENS, self._longest // 2)
         work: dict[tuple[int, int], Callable[[], None]] = {}
         for size in buckets(state.max_batch):
-            work |= {(size, nodes): self._dummy_step(size, length, nodes, needs) for nodes in self._sizes(needs)}
+            for nodes in self._sizes(needs):
+                if self.recorder:
+                    work[size, nodes] = partial(self._play, self._captured[_Variant(size, nodes, needs)].calls)
+                else:
+                    work[size, nodes] = partial(self._run_once, size, length, needs, nodes)
             work[size, 0] = self._observing[size].replay if self.recorder else partial(self._observe, size, length)
         generator = torch.Generator().manual_seed(0)
         rounds = [
@@ -319,10 +309,8 @@ class StepRunner:
         self._observed_ms = {size: found.pop((size, 0)) / COLUMNS for size in buckets(state.max_batch)}
         return {place: ms + (self._observed_ms[place[0]] if place[1] == 1 else 0.0) for place, ms in found.items()}
 
-    def _dummy_step(self, size: int, length: int, nodes: int, needs: SamplingNeeds) -> Callable[[], None]:
-        if self.recorder:
-            return partial(self._play, self._captured[_Variant(size, nodes, needs)].calls)
-        return lambda: self._play(self._prepared(size, length, needs, nodes=nodes).calls)
+    def _run_once(self, size: int, length: int, needs: SamplingNeeds, nodes: int) -> None:
+        self._play(self._prepared(size, length, needs, nodes=nodes).calls)
 
     def _timed_ms(self, work: Callable[[], None], size: int, length: int, generator: torch.Generator) -> float:
         state, resources = self._parts.state, self._parts.resources
@@ -347,7 +335,6 @@ class StepRunner:
                     _run(self._step(size, bound, needs, checked=True, nodes=nodes), phases_of(needs), None)
 
     def _step(self, size: int, max_length: int, needs: SamplingNeeds, **how: Any) -> Step:
-        """A step over the first `size` slots; `how` as in `Step`."""
         return Step(self._parts, self._parts.state.batch(0, size, max_length), needs, **how)
 
     def _prepared(self, size: int, max_length: int, needs: SamplingNeeds, **how: Any) -> _Launch:
@@ -373,8 +360,7 @@ class StepRunner:
         return _Launch(step, self._with_turns(step, calls) if needs.constrained else calls, idle_ms)
 
     def _replay(self, graph: Captured) -> dict[str, float]:
-        """Replay `graph` a few times; returns the milliseconds of its stamped phases in the fastest of them. The first
-        replay may be slow, and so may one while other programs run."""
+        """Replay `graph` a few times: milliseconds of its phases in the fastest, as other programs may disturb."""
         if self._stamps is None:
             graph.replay()
             return {}

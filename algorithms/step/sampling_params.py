@@ -10,7 +10,9 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from algorithms.checked import Between, Checked
 
 GRAMMARS = ("json_schema", "regex", "ebnf")  # fields of `GrammarParams` that hold a grammar
 _LARGEST_INT32 = 2**31 - 1
@@ -22,8 +24,7 @@ MAX_TOP_LOGPROBS = 64  # most tokens that are reported at the place of one token
 
 @dataclass
 class GrammarParams:
-    """The grammar of what a request writes: one of `json_schema`, `regex` and `ebnf`, or none. Raises ValueError if
-    more than one is given, or something that is no text."""
+    """The grammar of the output: one of these or none. ValueError: more than one, or something that is no text."""
 
     json_schema: Any = None
     """JSON schema as text or mapping. Properties are written in its order."""
@@ -49,7 +50,6 @@ class GrammarParams:
 
     @property
     def kind(self) -> str | None:
-        """The name of the field that is given."""
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @property
@@ -59,19 +59,20 @@ class GrammarParams:
 
 
 @dataclass
-class SamplingParams:
+class SamplingParams(Checked):
     """Sampling parameters of one request. Treat it as a value: `dataclasses.replace` makes a checked copy. Raises
     ValueError if a field is out of range; the message names the field as it is typed, `sampling.FIELD`."""
 
-    max_new_tokens: int = 128
+    GROUP = "sampling."
+    max_new_tokens: Annotated[int, Between(1)] = 128
     """Most tokens that are generated, at least 1."""
     temperature: float = 0.0
     """0 is greedy."""
-    top_k: int = 0
+    top_k: Annotated[int, Between(0, _LARGEST_INT32)] = 0
     """Keep the k most likely tokens; 0 keeps all. The filters follow the temperature in the order of these fields."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Between(0, 1, above=True)] = 1.0
     """Keep the most likely tokens up to this total probability, above 0; 1 keeps all."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Between(0, 1)] = 0.0
     """Keep the tokens with at least this share of the largest probability, up to 1; 0 keeps all."""
     repetition_penalty: float = 1.0
     """Hugging Face's penalty on tokens of prompt and output, above 0; 1 is none."""
@@ -82,14 +83,12 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Token id to what is added to its logit."""
     bad_words: tuple[Any, ...] = ()
-    """Token sequences that are never written, also across the end of the prompt: tuples of token ids, or strings,
-    which the command line encodes alone and after a space."""
+    """Token sequences that are never written: tuples of ids, or strings, encoded alone and after a space."""
     min_tokens: int = 0
-    """Stop tokens and the model's end-of-text tokens cannot be chosen before this number of new tokens; a stop string
-    still ends the request."""
+    """Stop and end-of-text tokens cannot be chosen before this number of new tokens; stop strings still end."""
     grammar: GrammarParams = field(default_factory=GrammarParams)
     """The form of the output; a grammar that has ended allows stop tokens only."""
-    seed: int = 0
+    seed: Annotated[int, Between(0, _LARGEST_INT64)] = 0
     """Keys the random numbers, together with the position: batching does not change the tokens."""
     ignore_eos: bool = False
     """Generate past the model's own end-of-text tokens."""
@@ -97,12 +96,13 @@ class SamplingParams:
     """Generation ends when the output holds one of these; the output ends before it."""
     logprobs: bool = False
     """Also report the target's log-probability of every token; steps without such requests skip their sums."""
-    top_logprobs: int = 0
+    top_logprobs: Annotated[int, Between(0, MAX_TOP_LOGPROBS)] = 0
     """Also report this number of most likely tokens at the place of every token, with their log-probabilities."""
     drafts: bool = False
     """Also report every drafted token with its probabilities, see `Completion.drafts`."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.stop_strings = tuple(self.stop_strings)
         if isinstance(self.grammar, Mapping):
             self.grammar = GrammarParams(**self.grammar)
@@ -110,11 +110,7 @@ class SamplingParams:
             self.bad_words = tuple(word if isinstance(word, (str, int)) else tuple(word) for word in self.bad_words)
         finite = math.isfinite
         checks = (
-            ("max_new_tokens", "at least 1", self.max_new_tokens >= 1),
             ("temperature", "a finite number, at least 0", finite(self.temperature) and self.temperature >= 0),
-            ("top_k", f"0 (off) to {_LARGEST_INT32}", 0 <= self.top_k <= _LARGEST_INT32),
-            ("top_p", "above 0 and at most 1 (off)", 0 < self.top_p <= 1),
-            ("min_p", "0 (off) to 1", 0 <= self.min_p <= 1),
             ("repetition_penalty", "a finite number above 0",
              finite(self.repetition_penalty) and self.repetition_penalty > 0),
             ("presence_penalty", "a finite number", finite(self.presence_penalty)),
@@ -123,8 +119,6 @@ class SamplingParams:
             ("bad_words", f"strings, or lists of 1 to {MAX_BAD_WORD} token ids", _are_words(self.bad_words)),
             ("min_tokens", f"0 to max_new_tokens = {self.max_new_tokens}",
              0 <= self.min_tokens <= self.max_new_tokens),
-            ("top_logprobs", f"0 (none) to {MAX_TOP_LOGPROBS}", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS),
-            ("seed", f"0 to {_LARGEST_INT64}", 0 <= self.seed <= _LARGEST_INT64),
             # A grammar that has ended allows stop tokens only.
             ("min_tokens", "0 with sampling.grammar", not (self.constrained and self.min_tokens)),
             ("ignore_eos", "false with sampling.grammar", not (self.constrained and self.ignore_eos)),
@@ -156,22 +150,16 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        """Whether the text must be in a grammar."""
         return self.grammar.kind is not None
 
 
 def _are_words(words: Any) -> bool:
-    return isinstance(words, tuple) and all(map(_is_word, words))
-
-
-def _is_word(word: Any) -> bool:
-    if isinstance(word, str):
-        return bool(word)
-    return (
-        isinstance(word, tuple)
-        and 1 <= len(word) <= MAX_BAD_WORD
-        and all(type(token) is int and token >= 0 for token in word)
-    )
+    if not isinstance(words, tuple):
+        return False
+    strings = [word for word in words if isinstance(word, str)]
+    tokens = [word for word in words if isinstance(word, tuple) and 1 <= len(word) <= MAX_BAD_WORD]
+    are_ids = all(type(token) is int and token >= 0 for word in tokens for token in word)
+    return all(strings) and are_ids and len(strings) + len(tokens) == len(words)
 
 
 @dataclass(frozen=True)
@@ -189,7 +177,6 @@ class SamplingNeeds:
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> SamplingNeeds:
-        """The needs of all of `params`."""
         listed = list(params)
         needs = vars(cls())
         return cls(**{name: max((getattr(p, name) for p in listed), default=none) for name, none in needs.items()})
@@ -200,5 +187,4 @@ class SamplingNeeds:
         return not any(vars(self).values())
 
     def covers(self, other: SamplingNeeds) -> bool:
-        """Whether a step made for these needs serves `other`."""
         return all(mine >= theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))

@@ -1,11 +1,9 @@
 """The speculative step with its phases draft, verify, accept and commit.
 
-A prefill batch may join a step (mixed prefill): its tiles are further rows of the target's forward, so they share one
-reading of the weights with the nodes to be verified. Their requests take part from the next step on.
-
-A step reads nothing back, and every tensor that it starts from keeps its address, so any part of it can be captured in
-a CUDA graph. A step over more rows than are in use passes over the padding: inactive rows have no columns to store,
-their accepted path is empty, and their lengths stay.
+A prefill batch may join a step (mixed prefill): its tiles are further rows of the target's forward, and its requests
+take part from the next step on. A step reads nothing back, and every tensor that it starts from keeps its address, so
+any part of it can be captured in a CUDA graph. It passes over padding: inactive rows have no columns to store, their
+accepted path is empty, and their lengths stay.
 """
 
 from dataclasses import replace
@@ -15,13 +13,14 @@ from torch import Tensor
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Batch, DraftTree, Observation, Verified
+from algorithms.attention.paged_attention import split_rows
 from algorithms.drafting.draft_check import check_draft
-from algorithms.drafting.insert_chain import insert_chain
+from algorithms.drafting.tree_drafter import insert_chain
 from algorithms.models.layers import Mixer
-from algorithms.parallel.tensor_parallel import agree_on_acceptance, agree_on_draft
+from algorithms.parallel.collectives import agree_on_acceptance, agree_on_draft
+from algorithms.step.batch import DraftAdjustment
 from algorithms.step.constraints import ConstraintState
 from algorithms.step.context import StepParts
-from algorithms.step.draft_adjustment import DraftAdjustment
 from algorithms.step.prefill_batch import PrefillBatch
 from algorithms.step.sampling_params import SamplingNeeds
 from specdec_kernels.tree import mask_words
@@ -38,7 +37,6 @@ _LEFT_BY_PHASES = {
 
 
 def phases_of(needs: SamplingNeeds) -> tuple[str, ...]:
-    """The phases of a step made for `needs`."""
     return CONSTRAINED if needs.constrained else PHASES
 
 
@@ -100,7 +98,6 @@ class Step:
         self.drafted = self.tree = agree_on_draft(tree)
 
     def _adjusted_batch(self) -> Batch:
-        """The batch as the drafter sees it."""
         needs, state = self._needs, self._parts.state
         batch = replace(self._batch, filtered=needs.filtered)
         if not (needs.penalised or needs.forbids):
@@ -121,18 +118,17 @@ class Step:
             mask = tree.links.mask[:, :nodes, : mask_words(nodes)].contiguous()
             links = kernels.links_from_mask(mask, lengths, impl=impl)
         probs, rows, path_probs = tree.draft_probs, tree.draft_rows, tree.path_probs
-        if rows is not None:
-            rows = rows[:, :nodes].contiguous()
-        elif probs is not None:
+        if probs is not None and rows is None:
             probs = probs[:, : nodes - 1].contiguous()
-        if path_probs is not None:
-            path_probs = path_probs[:, :nodes].contiguous()
-        return DraftTree(tree.tokens[:, :nodes].contiguous(), links, probs, rows, path_probs=path_probs)
+
+        def first(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part[:, :nodes].contiguous()
+
+        return DraftTree(tree.tokens[:, :nodes].contiguous(), links, probs, first(rows), first(path_probs))
 
     def graft(self) -> None:
-        """Insert jump-forward tokens into the draft, and lay it out for the host. Sampled drafts stay as they are:
-        their acceptance rules need the distribution of each. Capturing runs a phase more than once, so this one starts
-        from what the drafter drafted, and not from its own result."""
+        """Insert jump-forward tokens into the draft, from what was drafted, since capturing runs phases repeatedly, and
+        lay it out for the host. Sampled drafts stay: their rules need the distribution of each."""
         algorithm, constraints = self._parts.algorithm, self._constraints
         if algorithm.rule not in SAMPLED_RULES and algorithm.num_nodes > 1:
             forced, lengths = constraints.forced[self._batch.slots], self._batch.lengths
@@ -155,10 +151,12 @@ class Step:
             self.hidden, self.features = model(tokens, mixer, target_layers)
         else:
             tiles = self._prefill.begin(self._batch.max_length)
-            joint = self._parts.memory.joint(((mixer, tokens), (tiles, self._prefill.tokens)))
-            hidden, features = model(joint.tokens, joint, target_layers)
-            self.hidden, self._tiles_hidden = joint.split(hidden)
-            both = [joint.split(feature) for feature in features]
+            groups = tokens, self._prefill.tokens
+            shapes = [group.shape for group in groups]
+            joint = self._parts.memory.joint((mixer, tiles))
+            hidden, features = model(torch.cat([group.flatten() for group in groups]), joint, target_layers)
+            self.hidden, self._tiles_hidden = split_rows(hidden, shapes)
+            both = [split_rows(feature, shapes) for feature in features]
             self.features, self._tiles_features = [of_nodes for of_nodes, _ in both], [of_tiles for _, of_tiles in both]
         if self._parts.experts is not None:
             self._parts.experts.note()
@@ -187,63 +185,40 @@ class Step:
             sampling = batch.sampling
         elif needs.sampled:
             sampling = kernels.SamplingTensors(batch.sampling.temperature, seeds=batch.sampling.seeds)
+        tree, slots = self.tree, batch.slots
         if needs.penalised:
-            self._penalise()
+            penalties = self._parts.state.penalties
+            assert penalties is not None
+            kernels.apply_penalties(self.logits, tree.tokens, tree.links.mask, *penalties.of(slots), impl=impl)
         if needs.forbids:
-            self._forbid()
+            forbidden = self._parts.state.forbidden
+            assert forbidden is not None
+            words, until, links = forbidden.words[slots], forbidden.until[slots], tree.links
+            kernels.forbid_tokens(
+                self.logits, tree.tokens, links.mask, links.positions, batch.history, batch.lengths, words, until,
+                impl=impl,
+            )  # fmt: skip
         if needs.constrained:
-            masks, slots = self._constraints, batch.slots
+            masks = self._constraints
             kernels.mask_tokens(self.logits, masks.bits[slots], masks.constrained[slots], impl=impl)
         if sampling.temperature is not None:
-            algorithm.inspect(batch, self.tree, self.logits, sampling)
+            algorithm.inspect(batch, tree, self.logits, sampling)
         return kernels.accept(
             algorithm.rule,
-            self.tree.tokens,
-            self.tree.links,
+            tree.tokens,
+            tree.links,
             self.logits,
             batch.lengths,
             self._depth,
             sampling,
-            draft_probs=self.tree.draft_probs,
-            draft_rows=self.tree.draft_rows,
+            draft_probs=tree.draft_probs,
+            draft_rows=tree.draft_rows,
             return_logprobs=needs.logprobs,
             impl=impl,
         )
 
-    def _penalise(self) -> None:
-        penalties, slots = self._parts.state.penalties, self._batch.slots
-        assert penalties is not None
-        kernels.apply_penalties(
-            self.logits,
-            self.tree.tokens,
-            self.tree.links.mask,
-            penalties.output_counts[slots],
-            penalties.prompt_seen[slots],
-            repetition=penalties.repetition[slots],
-            presence=penalties.presence[slots],
-            frequency=penalties.frequency[slots],
-            bias=penalties.bias[slots],
-            impl=self._parts.resources.impl,
-        )
-
-    def _forbid(self) -> None:
-        forbidden, batch, links = self._parts.state.forbidden, self._batch, self.tree.links
-        assert forbidden is not None
-        kernels.forbid_tokens(
-            self.logits,
-            self.tree.tokens,
-            links.mask,
-            links.positions,
-            batch.history,
-            batch.lengths,
-            forbidden.words[batch.slots],
-            forbidden.until[batch.slots],
-            impl=self._parts.resources.impl,
-        )
-
     def commit(self) -> None:
-        """Enter the accepted path into the state, bring it to the front of the cache, and let the drafter observe
-        it; then finish the prefill batch that joined."""
+        """Enter the accepted path into state and cache, let the drafter observe it, finish the joined prefill batch."""
         batch, accepted, parts = self._batch, self.accepted, self._parts
         impl = parts.resources.impl
         committed = kernels.commit_step(
@@ -262,7 +237,12 @@ class Step:
             impl=impl,
         )
         parts.memory.commit(self.mixer, batch, committed, self._chain)
-        hidden, *features = self._on_path(committed)
+        values = [self.hidden, *self.features]  # in order of position: those of a chain are already
+        if self._chain:
+            values = [value[:, : committed.tokens.shape[1]] for value in values]
+        else:
+            values = kernels.gather_path(values, committed.nodes, impl=impl)
+        hidden, *features = values
         if self._needs.penalised:
             penalties = parts.state.penalties
             assert penalties is not None
@@ -298,8 +278,7 @@ class Step:
             self.table = torch.cat([self.table, *drafts, *evidence], 1)
 
     def _evidence(self) -> list[Tensor]:
-        """For adaptive draft length: accepted nodes [B, D + 1], and the bits of the path probabilities [B, N], by which
-        nodes rank. A chain needs neither, because its nodes rank by number."""
+        """For adaptive draft length: accepted nodes [B, D + 1], bits of path probabilities [B, N]; none of a chain."""
         if self._parts.sizing is None or self._chain or self._needs.constrained:
             return []
         probs = self.tree.path_probs
@@ -324,9 +303,8 @@ class Step:
         return torch.cat([tokens, parents, *bits], 1)
 
     def _top_logprobs(self) -> Tensor:
-        """[B, 2 (D + 1) n] int64: the most likely tokens after each node of the accepted path, then the bits of their
-        log-probabilities. A logit's distance to the largest one is added to the log-probability of that, which cannot
-        underflow."""
+        """[B, 2 (D + 1) n] int64: the most likely tokens after each accepted node, then the bits of their
+        log-probabilities, as distances to the largest logit, whose log-probability cannot underflow."""
         (batch, nodes, _), count = self.logits.shape, self._needs.top_logprobs
         flat = self.logits.flatten(0, 1)
         probs, tokens = kernels.draft_topk(flat, count, impl=self._parts.resources.impl)
@@ -335,11 +313,3 @@ class Step:
         both = torch.stack([tokens, logprobs.view(torch.int32).long()], 1).view(batch, nodes, 2, count)
         path = self.accepted.nodes.clamp(min=0).long()[:, :, None, None].expand(-1, -1, 2, count)
         return both.gather(1, path).transpose(1, 2).reshape(batch, -1)
-
-    def _on_path(self, committed: kernels.Committed) -> list[Tensor]:
-        """Hidden states and features in order of position."""
-        values = [self.hidden, *self.features]
-        if self._chain:
-            # A chain is in text order already.
-            return [value[:, : committed.tokens.shape[1]] for value in values]
-        return kernels.gather_path(values, committed.nodes, impl=self._parts.resources.impl)

@@ -20,8 +20,8 @@ from algorithms.models.loading import Target, TargetFolder, read_target
 from algorithms.models.loading.stored import stored_tensors
 from algorithms.models.loading.target import check_weight_dtype
 from algorithms.models.tokenizer import Tokenizer
-from algorithms.parallel.shares import check_shareable
-from algorithms.parallel.tensor_parallel import own_share
+from algorithms.parallel.collectives import own_share
+from algorithms.parallel.sharding import check_shareable
 from algorithms.registry import available
 from experiments.app.distributed import join, load_shared
 from experiments.app.errors import UserError, unknown_option_message, user_errors

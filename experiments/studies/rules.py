@@ -15,8 +15,8 @@ from torch import Tensor
 
 from algorithms.algorithm import Algorithm, Batch, DraftTree
 from algorithms.drafting.draft_sampling import DraftSampling
-from algorithms.drafting.wrapper import Wrapper
 from algorithms.engine.request import EngineError
+from algorithms.mixed import Wrapper
 from experiments.app.errors import UserError, user_errors
 from experiments.report.intervals import ratio_interval
 from experiments.report.tables import Metric, Result, columns

@@ -14,15 +14,14 @@ from algorithms.dflash.drafting import DFlash
 from algorithms.eagle.config import Eagle3Config, EagleConfig
 from algorithms.eagle.drafting import Eagle, Eagle3, NaiveEagle, PEagle
 from algorithms.eagle.model import Eagle3Drafter, EagleDrafter
+from algorithms.lookup import NGram, Suffix
 from algorithms.mixed import Mixed
 from algorithms.models.decoder import Decoder
 from algorithms.models.loading import Target
 from algorithms.mtp.config import MTPConfig
 from algorithms.mtp.drafting import MTP
 from algorithms.mtp.model import MTPHead
-from algorithms.ngram import NGram
 from algorithms.standalone import Standalone
-from algorithms.suffix import Suffix
 from tests.algorithms.toy import CONFIG, DEEP_CONFIG, VOCAB, autoregressive, random_drafter, random_target, randomise
 
 TARGET = random_target()

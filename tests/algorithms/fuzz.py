@@ -106,7 +106,7 @@ class Round:
             patch.setattr(f"{LOADING}.load_draft", lambda *_: blurred_target())
         if "markov" in self.maker:
             patch.setattr("algorithms.dflash.loading.load_dflash", lambda *_: random_drafter(markov_rank=5))
-        for module in ("deferred_observation", "runner"):
+        for module in ("context", "runner"):
             patch.setattr(f"algorithms.step.{module}.COLUMNS", COLUMNS)
 
     def _build(self, texts: list[list[int]]) -> None:

@@ -34,7 +34,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class Tape(OperationMode):
-    """Takes the place of `CudaCapture`. Reading a tensor back while recording is an error."""
+    """Takes the place of CUDA graphs. Reading a tensor back while recording is an error."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         global _tape

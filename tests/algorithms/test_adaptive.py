@@ -14,8 +14,8 @@ import pytest
 
 from algorithms.engine.clock import PhaseClock
 from algorithms.engine.engine import Engine
-from algorithms.engine.readback import StepResult
 from algorithms.engine.request import Request
+from algorithms.engine.transfers import StepResult
 from algorithms.standalone import Standalone
 from algorithms.step.adaptive import (
     DECIDE_EVERY,
@@ -50,7 +50,7 @@ DRAFTING = [name for name in KINDS if name not in ("autoregressive", "dflash_win
 @pytest.fixture(autouse=True)
 def models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafters observe at least every few plain steps."""
-    for module in ("deferred_observation", "runner"):
+    for module in ("context", "runner"):
         monkeypatch.setattr(f"algorithms.step.{module}.COLUMNS", COLUMNS)
 
 

@@ -16,15 +16,14 @@ from algorithms.algorithm import Algorithm, Resources
 from algorithms.dflash import drafting as dflash
 from algorithms.eagle.drafting import Eagle3
 from algorithms.engine.settings import GRAPH_LEVELS
+from algorithms.lookup import NGram, Suffix
 from algorithms.mixed import Mixed
-from algorithms.ngram import NGram
 from algorithms.standalone import Standalone
 from algorithms.step.batch import BatchState
 from algorithms.step.prefill import Prefiller
 from algorithms.step.runner import StepRunner
 from algorithms.step.sampling_params import SamplingNeeds
 from algorithms.step.step import PHASES, Step
-from algorithms.suffix import Suffix
 from specdec_kernels.history import kernel as history_kernel
 from specdec_kernels.tree import kernel as tree_kernel
 from tests.algorithms.device_operations import OperationMode

@@ -9,7 +9,7 @@ import pytest
 
 from algorithms.engine.engine import Engine
 from algorithms.engine.request import Completion, Request
-from algorithms.ngram import NGram
+from algorithms.lookup import NGram
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, TWINS, hinted
 from tests.algorithms.toy import Setup, autoregressive, changed, engine_of, requests, run, scripts, spell
 

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from algorithms.drafting.lookup import Lookup
 from algorithms.engine.request import Request
+from algorithms.lookup import Lookup, NGram, Suffix
 from algorithms.models.loading import load_target
 from algorithms.models.tokenizer import Tokenizer
-from algorithms.ngram import NGram
 from algorithms.step.sampling_params import SamplingNeeds, SamplingParams
-from algorithms.suffix import Suffix
 from experiments.data.code import function_beginnings
 from tests.algorithms.drafters import mixed
 from tests.algorithms.toy import Setup, answers, changed, engine_of, random_target, requests, run, texts_of

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from algorithms.algorithm import Algorithm, DraftTree
-from algorithms.ngram import NGram
+from algorithms.lookup import NGram
 from algorithms.registry import GROUP, PACKAGES_VARIABLE, available
 from specdec_kernels import build_tree
 from tests.algorithms.toy import Setup, answers, changed, random_target, requests, run

@@ -27,9 +27,8 @@ from algorithms.eagle.loading import load_eagle
 from algorithms.engine.request import Request
 from algorithms.frontend import load_algorithm
 from algorithms.models.dense_mixer import DenseMixer, dense_attention
-from algorithms.models.layers import MixerWeights
+from algorithms.models.layers import MixerWeights, apply_rope, rope_table
 from algorithms.models.loading import load_draft, load_target
-from algorithms.models.rotary import apply_rope, rope_table
 from algorithms.models.tokenizer import Tokenizer
 from algorithms.mtp.drafting import MTP
 from algorithms.mtp.loading import load_mtp

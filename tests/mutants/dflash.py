@@ -39,7 +39,7 @@ MUTANTS = (
         (_TESTS + "test_the_distribution_of_a_sampled_chain[speculators dflash]",),
         "historical: windows of speculators count from each query (sfllm#35 the other way round)",
     ),
-    bugs_in("algorithms/drafting/marginals.py")(
+    bugs_in("algorithms/drafting/tree_drafter.py")(
         "block_drafts_keep_their_own_ids",
         "ids if vocabulary is None else ids{{ + vocabulary.take(ids) -> }}",
         (_TESTS + "test_greedy_chains[speculators dspark vanilla]",),

@@ -11,8 +11,8 @@ _GLM = ("tests/algorithms/models/test_architectures.py::test_architectures_agree
 _synthetic = bugs_in("algorithms/synthetic.py")
 _vocabulary = bugs_in("algorithms/models/shared_vocabulary.py")
 _step = bugs_in("algorithms/step/step.py")
-_readback = bugs_in("algorithms/engine/readback.py")
-_rotary = bugs_in("algorithms/models/rotary.py")
+_readback = bugs_in("algorithms/engine/transfers.py")
+_rotary = bugs_in("algorithms/models/layers.py")
 _decoder = bugs_in("algorithms/models/decoder.py")
 
 MUTANTS = (

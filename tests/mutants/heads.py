@@ -66,7 +66,7 @@ MUTANTS = (
         (_MTP + "[two_layers]",),
         "of several MTP layers the first drafts every step",
     ),
-    bugs_in("algorithms/drafting/feature_drafter.py")(
+    bugs_in("algorithms/drafting/level_drafter.py")(
         "level_does_not_grow",
         "level += {{1 -> 0}}",
         (_MTP + "[two_layers]",),

@@ -46,7 +46,7 @@ MUTANTS = (
         ("tests/kernels/test_launch.py::test_a_launch_goes_to_the_gpu_of_its_tensors",),
         "historical: tensors of the second GPU, a launch on the first",
     ),
-    bugs_in("algorithms/attention/levels.py")(
+    bugs_in("algorithms/attention/paged_attention.py")(
         "levels_read_slots_of_later_levels",
         "tree_width=first + {{(level + 1) -> min(level + 2, count)}} * width)",
         (_FAULTS + "test_nothing_is_read_before_it_is_written[fa4-standalone_tree]",),
@@ -167,7 +167,7 @@ MUTANTS = (
         ("tests/algorithms/test_constraints.py::test_every_algorithm_writes_what_the_loop_writes[dflash_chain]",),
         "a grammar takes jump-forward tokens for tokens of the output",
     ),
-    bugs_in("algorithms/drafting/insert_chain.py")(
+    bugs_in("algorithms/drafting/tree_drafter.py")(
         "tree_keeps_the_last_nodes",
         "    column = torch.where(kept, {{ -> count - 1 - }}number, count).clamp({{ -> min=0, }}max=count)\n",
         ("tests/algorithms/drafting/test_insert_chain.py::test_the_last_nodes_of_a_tree_give_way[reference]",),

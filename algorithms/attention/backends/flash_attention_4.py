@@ -3,18 +3,13 @@
     chain, block   one `flash_attn_varlen_func` over the page table: `seqused_q` rows and L + q_len keys, aligned at the
                    end, causal or not, `window_size` = (window - 1, open)
     tree           the prefix without a mask through FlashAttention-4, the draft slots with their bit mask through
-                   `paged_attention` as a pool of one-token pages, merged by log-sum-exp. This is exact, and no mask is
-                   ever evaluated over the prefix, as the package's `mask_mod` would do
+                   `paged_attention` as a pool of one-token pages, merged by log-sum-exp, which is exact
     sinks          folded in by log-sum-exp, which serves both routes
 
-The package compiles a kernel for the first call of a kind, allocates through torch and launches on its current stream,
-and reads lengths on the device. So a call can be captured after a warm-up has made it once.
-
-Not supported: float32 and fp8 (fp8 exists on compute capability 10 only), page tables on other chips than
-9.x and 10.x, and a window over a tree, which goes by depth while the package counts slots. It splits no keys on 9.x,
-where the automatic choice of `num_splits` asserts, so decode and verify of few requests are slow there.
-
-Written against flash-attn-4 4.0.0b36 (`flash_attn/cute/interface.py`).
+The package compiles a kernel for the first call of a kind and reads lengths on the device, so a call can be captured
+after a warm-up has made it once. Not supported: float32 and fp8, page tables on other chips than 9.x and 10.x, and a
+window over a tree, which goes by depth while the package counts slots. It splits no keys on 9.x, where the automatic
+choice of `num_splits` asserts. Written against flash-attn-4 4.0.0b36 (`flash_attn/cute/interface.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends import packages
-from algorithms.attention.backends.protocol import BackendError
+from algorithms.attention.backends.protocol import BackendError, LayerInputs, Reason
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +27,6 @@ if TYPE_CHECKING:
 
     from specdec_kernels import AttentionMetadata, AttentionShape
 
-PACKAGE = "flash-attn-4"
 _PAGED_CHIPS = (9, 10)
 
 
@@ -47,7 +41,7 @@ class FlashAttentionPlan(NamedTuple):
 class FlashAttention4(packages.PackageBackend):
     """See `Backend`. Configurations reach it through `backend.dispatch` of `fa4`."""
 
-    name = "flash_attention_4"
+    name, package, module = "flash_attention_4", "flash-attn-4", "flash_attn.cute"
     capturable = True
 
     def __init__(self, impl: str = "auto") -> None:
@@ -55,15 +49,7 @@ class FlashAttention4(packages.PackageBackend):
         self.served: dict[str, str] = {}
         self._impl = impl
 
-    @staticmethod
-    def unavailable() -> str | None:
-        """Why the package cannot be used on this machine, or None."""
-        return packages.no_device() or packages.missing("flash_attn.cute", PACKAGE)
-
-    def refuse(
-        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
-    ) -> str | None:
-        """See `Backend`."""
+    def refuse(self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str) -> Reason:
         if reason := self.unavailable():
             return reason
         chip = packages.capability(device)
@@ -80,7 +66,6 @@ class FlashAttention4(packages.PackageBackend):
         return f"on compute capability {chip[0]}.x it takes {allowed}, got {shape.head_dim}"
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> FlashAttentionPlan:
-        """See `Backend`. Reads nothing back."""
         import torch
 
         if reason := self.refuse(shape, metadata.mode, metadata.window, metadata.lengths.device, phase):
@@ -109,7 +94,7 @@ class FlashAttention4(packages.PackageBackend):
         self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`run`, and lse [B, N, H] float32, natural logarithm, sinks included; -inf for rows past `q_lens`."""
-        from algorithms.attention.backends.states import add_sinks, merge_states
+        from algorithms.attention.backends.packages import add_sinks, merge_states
 
         metadata, unused = plan.metadata, _unused(plan.metadata, q)
         out, lse = self._attend(plan, q, kv, with_lse=True)
@@ -124,12 +109,11 @@ class FlashAttention4(packages.PackageBackend):
             out, lse = add_sinks(out, lse, sinks)
         return out.masked_fill(unused[..., None, None], 0.0), lse.masked_fill(unused[..., None], float("-inf"))
 
-    def rows(self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
-        """See `PackageBackend`."""
-        if sinks is not None or plan.draft is not None:
-            return super().rows(plan, q, kv, sinks)
-        result = self._attend(plan, q, kv, with_lse=False)[0]
-        return result.masked_fill(_unused(plan.metadata, q)[..., None, None], 0.0)
+    def attend(self, plan: FlashAttentionPlan, layer: LayerInputs) -> Tensor:
+        if layer.sinks is not None or plan.draft is not None:
+            return super().attend(plan, layer)
+        result = self._attend(plan, layer.q, layer.kv, with_lse=False)[0]
+        return result.masked_fill(_unused(plan.metadata, layer.q)[..., None, None], 0.0)
 
     def _attend(self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
         """The package's part of a call: of a tree the prefix. Rows that are not in use hold anything."""
@@ -138,8 +122,7 @@ class FlashAttention4(packages.PackageBackend):
         return out, lse.transpose(1, 2) if with_lse else None
 
     def _draft(self, metadata: AttentionMetadata, shape: AttentionShape) -> AttentionMetadata:
-        """The draft slots as separate requests without a prefix, with one token per page, so they may begin
-        anywhere."""
+        """The draft slots as requests without a prefix, with one token per page, so they may begin anywhere."""
         import torch
 
         width = metadata.tree_width or shape.num_nodes

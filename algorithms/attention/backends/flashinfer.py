@@ -18,11 +18,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends import packages
-from algorithms.attention.backends.protocol import NO_BITS, BackendError
+from algorithms.attention.backends.protocol import NO_BITS, BackendError, Reason
 from algorithms.checked import Between, Checked
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from specdec_kernels import AttentionMetadata, AttentionShape
 
-PACKAGE = "flashinfer-python"
 _HEAD_DIMS = (64, 128, 256)
 _LN_2 = math.log(2.0)
 
@@ -50,21 +49,17 @@ class FlashInferPlan(NamedTuple):
 class FlashInferBackend(packages.PackageBackend):
     """See `Backend`. Its planner reads lengths back, so no step of it is captured."""
 
-    name = "flashinfer"
+    name, package, module = "flashinfer", "flashinfer-python", "flashinfer"
     capturable = False
 
     @dataclass
     class Config(Checked):
         GROUP = "backend."
+        capturable: ClassVar[bool] = False
         name: str = "flashinfer"
         kernel: Annotated[str, ("auto", "fa2", "fa3")] = "auto"
-        """FlashInfer's own backend for calls without a tree. `auto`: FlashInfer's choice for prompts and, for steps,
-        `fa2`, which splits the keys of a request."""
+        """For calls without a tree; `auto`: FlashInfer's choice for prompts, `fa2`, which splits keys, for steps."""
         workspace_mb: Annotated[int, Between(1)] = 128
-
-        @property
-        def capturable(self) -> bool:
-            return False
 
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         if deterministic:
@@ -76,14 +71,7 @@ class FlashInferBackend(packages.PackageBackend):
         self._wrappers: dict[tuple[bool, str], Any] = {}
         self._active: dict[tuple[bool, str], FlashInferPlan] = {}
 
-    @staticmethod
-    def unavailable() -> str | None:
-        """Why the package cannot be used on this machine, or None."""
-        return packages.no_device() or packages.missing("flashinfer", PACKAGE)
-
-    def refuse(
-        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
-    ) -> str | None:
+    def refuse(self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str) -> Reason:
         chip = packages.capability(device)
         if chip is None or chip < (8, 0):
             return f"it needs compute capability 8.0 or newer, {device} has {chip}"
@@ -104,7 +92,11 @@ class FlashInferBackend(packages.PackageBackend):
         lengths_host, used_host, drafted_host = torch.stack([metadata.lengths, used, drafted]).tolist()
         keys_host = [length + draft for length, draft in zip(lengths_host, drafted_host, strict=True)]
         live = [row for row, count in enumerate(used_host) if count]
-        _check_room(metadata, shape, [keys_host[row] for row in live])
+        # Rows are aligned at the last key, so a request cannot be split as `paged_attention` splits it.
+        capacity = metadata.page_table.shape[1] * shape.page_size
+        room, most = min(metadata.max_length or capacity, capacity), max((keys_host[row] for row in live), default=0)
+        if most > room:
+            raise ValueError(f"lengths: expected at most {room} keys per request, draft included, got {most}")
         arguments = None
         if live:
             chosen = torch.tensor(live, device=used.device)
@@ -123,7 +115,7 @@ class FlashInferBackend(packages.PackageBackend):
         """`run`, and lse [B, N, H] float32, natural logarithm, sinks included; -inf for rows past `q_lens`."""
         import torch
 
-        from algorithms.attention.backends.states import add_sinks
+        from algorithms.attention.backends.packages import add_sinks
 
         flat = q.flatten(0, 1)
         out = torch.zeros_like(flat)
@@ -167,8 +159,7 @@ class FlashInferBackend(packages.PackageBackend):
         )
 
     def _activate(self, plan: FlashInferPlan) -> Any:
-        """FlashInfer's object with this plan in it; masked calls have their own, because an object keeps the kernel
-        that its first plan chose."""
+        """FlashInfer's object with this plan in it, another one for masked calls: it keeps its first plan's kernel."""
         import torch
 
         assert plan.arguments is not None
@@ -183,14 +174,6 @@ class FlashInferBackend(packages.PackageBackend):
             wrapper.plan(**plan.arguments)
             self._active[key] = plan
         return wrapper
-
-
-def _check_room(metadata: AttentionMetadata, shape: AttentionShape, keys: list[int]) -> None:
-    """FlashInfer aligns rows at the last key, so a request cannot be split as `paged_attention` splits it."""
-    capacity = metadata.page_table.shape[1] * shape.page_size
-    room = min(metadata.max_length or capacity, capacity)
-    if keys and max(keys) > room:
-        raise ValueError(f"lengths: expected at most {room} keys per request, draft included, got {max(keys)}")
 
 
 def _rows(used: list[int], num_nodes: int, device: torch.device) -> Tensor | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from algorithms.attention.backends.flashinfer import FlashInferBackend
-from algorithms.attention.backends.protocol import Backend, Levels
+from algorithms.attention.backends.protocol import Backend, LayerInputs, Levels, Reason
 from algorithms.attention.backends.torch import TorchBackend
 from algorithms.attention.backends.triton import TritonBackend
 from algorithms.checked import Checked
@@ -28,13 +28,11 @@ SIDES = ("prefill", "decode")
 
 
 class HybridPlan(NamedTuple):
-    """The side that serves a forward, and its plan."""
-
     side: Backend
     planned: Any
 
 
-class HybridBackend:
+class HybridBackend(Backend):
     """Routes a forward by its phase. Both sides read one KV pool, so any two can be combined."""
 
     name = "hybrid"
@@ -65,7 +63,6 @@ class HybridBackend:
                     raise ValueError(f"backend.{name} is set, and serves neither backend.prefill nor backend.decode")
 
         def side_of(self, phase: str) -> str:
-            """`prefill` or `decode`."""
             return {"prefill": "prefill", "decode": "decode", "verify": self.verify, "draft": self.draft}[phase]
 
         @property
@@ -85,13 +82,10 @@ class HybridBackend:
         self.captures_prompts = self._sides["prefill"].captures_prompts
 
     @property
-    def served(self) -> dict[str, str]:
-        """Phase -> what computed it."""
+    def served(self) -> dict[str, str]:  # type: ignore[override]
         return {phase: name for side in self._sides.values() for phase, name in side.served.items()}
 
-    def refuse(
-        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
-    ) -> str | None:
+    def refuse(self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str) -> Reason:
         side = self._sides[self._config.side_of(phase)]
         reason = side.refuse(shape, mode, window, device, phase)
         return None if reason is None else f"{side.name} for {phase}: {reason}"
@@ -105,13 +99,5 @@ class HybridBackend:
         planned = side.plan_levels(levels, shape, phase)
         return None if planned is None else [HybridPlan(side, each) for each in planned]
 
-    def run(
-        self,
-        plan: HybridPlan,
-        q: Tensor,
-        kv: Tensor,
-        sinks: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return plan.side.run(plan.planned, q, kv, sinks, scales, out)
+    def attend(self, plan: HybridPlan, layer: LayerInputs) -> Tensor:
+        return plan.side.attend(plan.planned, layer)

@@ -1,4 +1,11 @@
-"""Requirements of other packages on the machine and on a call. This module imports no torch."""
+"""What other packages require of the machine and of a call, and attention over parts of the keys, merged by
+log-sum-exp. No torch is imported here.
+
+    lse = log(e^lse_a + e^lse_b)        (natural logarithms)
+    out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
+
+An attention sink of logit z is a part without a value: lse' = log(e^lse + e^z), out' = e^(lse - lse') out.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,9 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from algorithms.attention.backends.protocol import Backend
+import torch
+
+from algorithms.attention.backends.protocol import Backend, LayerInputs, Reason
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +24,7 @@ if TYPE_CHECKING:
     from specdec_kernels import AttentionShape
 
 
-def missing(module: str, package: str) -> str | None:
+def missing(module: str, package: str) -> Reason:
     """Why `module` cannot be imported, naming the `package` that brings it, or None."""
     try:
         found = importlib.util.find_spec(module) is not None
@@ -39,8 +48,7 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
-def no_device() -> str | None:
-    """Why no NVIDIA GPU can be used, or None."""
+def no_device() -> Reason:
     import torch
 
     if torch.version.hip:
@@ -48,7 +56,7 @@ def no_device() -> str | None:
     return None if torch.cuda.is_available() else "it needs an NVIDIA GPU, torch sees none"
 
 
-def half_precision_only(shape: AttentionShape) -> str | None:
+def half_precision_only(shape: AttentionShape) -> Reason:
     """The refusal of kernels that take float16 and bfloat16 throughout."""
     import torch
 
@@ -60,23 +68,38 @@ def half_precision_only(shape: AttentionShape) -> str | None:
 
 
 class PackageBackend(Backend):
-    """Attention by another package, over a `run_with_lse` that gives out and lse."""
+    """Attention by the package of this name and module, over a `run_with_lse` that gives out and lse."""
 
+    package: str
+    module: str
     run_with_lse: Any
 
-    def run(
-        self,
-        plan: Any,
-        q: Tensor,
-        kv: Tensor,
-        sinks: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        result = self.rows(plan, q, kv, sinks)
-        return result if out is None else out.copy_(result)
+    @classmethod
+    def unavailable(cls) -> Reason:
+        """Why the package cannot be used on this machine."""
+        return no_device() or missing(cls.module, cls.package)
 
-    def rows(self, plan: Any, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
-        """What `run` gives, in memory of its own."""
-        result: Tensor = self.run_with_lse(plan, q, kv, sinks)[0]
-        return result
+    def attend(self, plan: Any, layer: LayerInputs) -> Tensor:
+        return self.run_with_lse(plan, layer.q, layer.kv, layer.sinks)[0]
+
+
+def merge_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint sets of keys: out [..., D] in out_a's dtype, lse [...] float32.
+
+    A part without a visible key has lse -inf; its out is ignored, also where it is NaN.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    anchor = torch.where(lse == float("-inf"), 0.0, lse)
+    parts = []
+    for out, part in ((out_a, lse_a), (out_b, lse_b)):
+        weighted = out.float() * torch.exp(part - anchor)[..., None]
+        parts.append(weighted.masked_fill((part == float("-inf"))[..., None], 0.0))
+    return (parts[0] + parts[1]).to(out_a.dtype), lse
+
+
+def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add to every row of out [..., H, D], lse [..., H] a sink of logit sinks[h] without a value."""
+    grown = torch.logaddexp(lse, sinks.float())
+    return (out.float() * torch.exp(lse - grown)[..., None]).to(out.dtype), grown

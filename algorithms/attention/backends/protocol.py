@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from specdec_kernels import AttentionMetadata, AttentionShape
 
 NO_BITS = "does not promise the same bits for a row among others, which runtime.deterministic=true asks for"
+Reason = str | None
+"""Why something cannot be served; None: it can."""
 FORWARD_PHASES = ("prefill", "decode", "verify", "draft")
 """The purpose of a forward: prompts, one token per request, drafted tokens of the target; everything of a drafter."""
 
@@ -27,6 +29,17 @@ class Levels:
     """By how much the lengths grow from one to the next."""
     width_step: int = 0
     """By how much tree_width grows from one to the next."""
+
+
+class LayerInputs(NamedTuple):
+    """One layer of a forward: q [B, N, H, D], kv [2, pages, page_size, H_kv, D], sinks [H] float32, and `scales` of the
+    stored keys and values, [H_kv] float32 each, None: 1. The result may be written to `out`, contiguous."""
+
+    q: Tensor
+    kv: Tensor
+    sinks: Tensor | None = None
+    scales: tuple[Tensor, Tensor] | None = None
+    out: Tensor | None = None
 
 
 class BackendError(ValueError):
@@ -51,9 +64,7 @@ class Backend(Protocol):
     served: dict[str, str]
     """Phase -> what computed it in this run, for the records."""
 
-    def refuse(
-        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
-    ) -> str | None:
+    def refuse(self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str) -> Reason:
         """Why calls of this kind cannot be served, or None. Called before weights load."""
         ...
 
@@ -63,9 +74,12 @@ class Backend(Protocol):
         ...
 
     def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> Sequence[Any] | None:
-        """Plans of all `levels` at once, or None where a plan needs more than is known before the first of them: each
-        is then planned on its own."""
+        """Plans of all `levels` at once; None where a plan needs more than is known before the first of them."""
         return None
+
+    def attend(self, plan: Any, layer: LayerInputs) -> Tensor:
+        """[B, N, H, D], in `layer.out` or elsewhere; zeros in rows past `q_lens`."""
+        ...
 
     def run(
         self,
@@ -76,7 +90,6 @@ class Backend(Protocol):
         scales: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """One layer: q [B, N, H, D], kv [2, pages, page_size, H_kv, D], sinks [H] float32; returns [B, N, H, D]. Rows
-        past `q_lens` are zeros. `scales` are factors of the stored keys and values, [H_kv] float32 each, None: 1. The
-        result is written to `out`, contiguous, where that is given."""
-        ...
+        """`attend` of `LayerInputs`; the result is in `out` where that is given."""
+        result = self.attend(plan, LayerInputs(q, kv, sinks, scales, out))
+        return result if out is None or result is out else out.copy_(result)

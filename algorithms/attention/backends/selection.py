@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def backends() -> dict[str, Any]:
-    """Every backend class by the name that a configuration gives it."""
     return dict(sorted({**SINGLE, HybridBackend.name: HybridBackend}.items()))
 
 
@@ -27,9 +26,8 @@ def check_calls(
     asker: str = "the target",
     kv_dtype: Any = None,
 ) -> None:
-    """Raise `BackendError` where `backend` cannot serve a layer of a model in a phase, or where no cache can hold
-    its heads. `modes` maps phase to mode; `asker` names the model. `kv_dtype` of stored keys and values: None is
-    `dtype`."""
+    """Raise `BackendError` where `backend` cannot serve a layer of the model `asker` in a phase, of `modes` by phase,
+    or where no cache can hold its heads. `kv_dtype` of stored keys and values: None is `dtype`."""
     from specdec_kernels import AttentionShape
     from specdec_kernels.kv_write.types import head_dim_problem
 

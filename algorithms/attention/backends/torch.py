@@ -7,9 +7,9 @@ the arithmetic to torch. Soft caps and sinks, which `scaled_dot_product_attentio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError
+from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError, LayerInputs, Reason
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +39,8 @@ class TorchBackend(Backend):
 
     @dataclass
     class Config:
+        capturable: ClassVar[bool] = True
         name: str = "torch"
-
-        @property
-        def capturable(self) -> bool:
-            return True
 
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         """`impl` is for kernels; this backend has none."""
@@ -51,10 +48,7 @@ class TorchBackend(Backend):
             raise BackendError(f"backend=torch {NO_BITS}; use backend=fa4")
         self.served: dict[str, str] = {}
 
-    def refuse(
-        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
-    ) -> str | None:
-        """It serves every call."""
+    def refuse(self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str) -> Reason:
         return None
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> TorchPlan:
@@ -71,30 +65,21 @@ class TorchBackend(Backend):
         unwritten = ~stored_keys(metadata, shape.num_nodes, width)[..., None, None]
         return TorchPlan(metadata, pages * page_size + position % page_size, visible, unwritten)
 
-    def run(
-        self,
-        plan: TorchPlan,
-        q: Tensor,
-        kv: Tensor,
-        sinks: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, plan: TorchPlan, layer: LayerInputs) -> Tensor:
         import torch.nn.functional as F
 
-        factors = scales or (None, None)
-        halves = (_gathered(half, plan.slots, q.dtype, factor) for half, factor in zip(kv, factors, strict=True))
+        q, factors = layer.q, layer.scales or (None, None)
+        halves = (_gathered(half, plan.slots, q.dtype, factor) for half, factor in zip(layer.kv, factors, strict=True))
         keys, values = (half.masked_fill(plan.unwritten, 0.0).transpose(1, 2) for half in halves)
-        if plan.metadata.soft_cap is not None or sinks is not None:
-            result = _written_out(plan, q.transpose(1, 2), keys, values, sinks)
+        if plan.metadata.soft_cap is not None or layer.sinks is not None:
+            result = _written_out(plan, q.transpose(1, 2), keys, values, layer.sinks)
         else:
             scale = plan.metadata.scale
             result = F.scaled_dot_product_attention(
                 q.transpose(1, 2), keys, values, attn_mask=plan.visible, scale=scale, enable_gqa=True
             )
         # A query that sees nothing (a padded row) comes out as NaN.
-        result = result.transpose(1, 2).masked_fill(~plan.visible.any(-1).transpose(1, 2)[..., None], 0.0)
-        return result if out is None else out.copy_(result)
+        return result.transpose(1, 2).masked_fill(~plan.visible.any(-1).transpose(1, 2)[..., None], 0.0)
 
 
 def _gathered(half: Tensor, slots: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends.flash_attention_4 import FlashAttention4, FlashAttentionPlan
-from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError, Levels
+from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError, LayerInputs, Levels, Reason
 from algorithms.checked import Between, Checked
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class TritonBackend(Backend):
     @dataclass
     class Config(Checked):
         GROUP = "backend."
+        capturable: ClassVar[bool] = True
         name: str = "fa4"
         split_tokens: Annotated[int | None, Between(16)] = None
         """Fewest KV tokens per split; None takes the static table's value for the chip."""
@@ -45,13 +46,8 @@ class TritonBackend(Backend):
         refused where the package is missing or cannot do it. `auto`: the package for prompts where it is installed and
         able, else Triton. The package has no split keys on Hopper, so verifying drafts stays with Triton."""
         tile_schedule: bool | None = None
-        """Whether a persistent grid reads a tile schedule made on the device once per forward, which a captured
-        graph with a wide `max_length` needs; None: on a GPU. The interpreter does without: there it is one more
-        kernel."""
-
-        @property
-        def capturable(self) -> bool:
-            return True
+        """Whether a persistent grid reads a tile schedule made on the device once per forward, which a captured graph
+        with a wide `max_length` needs; None: on a GPU. In the interpreter it is one more kernel."""
 
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         self.deterministic = deterministic
@@ -65,9 +61,7 @@ class TritonBackend(Backend):
         if config.dispatch == "flash_attention_4" and (reason := FlashAttention4.unavailable()):
             raise BackendError(f"backend.dispatch=flash_attention_4: {reason}; use backend.dispatch=triton")
 
-    def refuse(
-        self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str
-    ) -> str | None:
+    def refuse(self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str) -> Reason:
         """Triton takes the shapes of `paged_attention`; the package refuses more."""
         if self._config.dispatch != "flash_attention_4":
             return shape.problem
@@ -88,8 +82,7 @@ class TritonBackend(Backend):
         return TritonPlan(metadata, tile_schedule, cut)
 
     def _cut(self, phase: str) -> dict[str, Any]:
-        """Split-K of a forward. The tiles of a chunk of prompts fill the chip without splits, and partial
-        results of all their rows would take much memory."""
+        """Split-K of a forward. A chunk of prompts fills the chip unsplit; its partial results would take memory."""
         split_tokens = self._config.split_tokens
         if self.deterministic and phase != "draft":
             return dict(split_tokens=split_tokens, batch_invariant=True, in_order=phase == "prefill" or None)
@@ -114,33 +107,24 @@ class TritonBackend(Backend):
 
     @property
     def _own_name(self) -> str:
-        """The backend of calls that the package does not serve."""
         return f"fa4: {'triton' if self._impl != 'reference' else 'reference'}"
 
     def _lists(self, metadata: AttentionMetadata) -> bool:
         return metadata.lengths.is_cuda if self._config.tile_schedule is None else self._config.tile_schedule
 
-    def run(
-        self,
-        plan: TritonPlan | FlashAttentionPlan,
-        q: Tensor,
-        kv: Tensor,
-        sinks: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, plan: TritonPlan | FlashAttentionPlan, layer: LayerInputs) -> Tensor:
         if isinstance(plan, FlashAttentionPlan):
-            return self._package.run(plan, q, kv, sinks, out=out)
-        k_scale, v_scale = scales or (1.0, 1.0)
+            return self._package.attend(plan, layer)
+        k_scale, v_scale = layer.scales or (1.0, 1.0)
         return kernels.paged_attention(
-            q,
-            kv,
+            layer.q,
+            layer.kv,
             plan.metadata,
-            sinks=sinks,
+            sinks=layer.sinks,
             k_scale=k_scale,
             v_scale=v_scale,
             tile_schedule=plan.tile_schedule,
             **plan.cut,
-            out=out,
+            out=layer.out,
             impl=self._impl,
         )

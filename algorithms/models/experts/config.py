@@ -1,13 +1,18 @@
 """Sizes of a mixture of experts, and the keys of `config.json` that hold them. No torch is imported here."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from algorithms.models.config_keys import nested, read_size, required
+from algorithms.models import config_keys
+from algorithms.models.config_keys import nested, read_size, read_sizes, required, write_fields
 
 DENSE, SPARSE = MLP_TYPES = ("dense", "sparse")
 SHARED_KEY = "shared_expert_intermediate_size"
+_QWEN = {"num_experts": "num_experts", "topk": "num_experts_per_tok", "width": "moe_intermediate_size"}
+_DEEPSEEK = _QWEN | {"num_experts": "n_routed_experts"}
+_GPT_OSS = {"num_experts": "num_local_experts", "topk": "num_experts_per_tok", "width": "intermediate_size"}
+"""Sizes of each family: field, key of `config.json`."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,7 @@ class ExpertsConfig:
     gated_shared: int = 0
     """Columns of an MLP that every token runs through, and whose output a gate multiplies; 0: there is none."""
     same: bool = False
-    """Whether checkpoints hold the first expert alone, and all are copies of it: such models show costs, see
-    `experiments.studies.shape_scaled`."""
+    """Whether checkpoints hold the first expert alone, for all: see `experiments.studies.shape_scaled`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.topk <= self.num_experts:
@@ -53,11 +57,8 @@ class ExpertsConfig:
             )
 
 
-def _one_kind(layers: tuple[ExpertsConfig | None, ...]) -> ExpertsConfig:
-    kinds = {layer for layer in layers if layer is not None}
-    if len(kinds) != 1:
-        raise ValueError("mlps: expected the same mixture of experts in all layers that have one")
-    return kinds.pop()
+def _one(layers: Sequence[ExpertsConfig | None]) -> ExpertsConfig:
+    return config_keys.one_kind("mixture of experts", layers)
 
 
 def _only(config: Mapping[str, Any], key: str, expected: Any) -> None:
@@ -68,8 +69,7 @@ def _only(config: Mapping[str, Any], key: str, expected: Any) -> None:
 
 @dataclass(frozen=True)
 class QwenRule:
-    """Qwen3-MoE, and Qwen3-Next (`gated_shared`): every `decoder_sparse_step`-th layer has experts, but for
-    `mlp_only_layers`."""
+    """Qwen3-MoE, Qwen3-Next (`gated_shared`): every `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
 
     gated_shared: bool = False
 
@@ -77,9 +77,7 @@ class QwenRule:
         # transformers 5 writes num_local_experts, the published folders have num_experts.
         key = "num_local_experts" if "num_local_experts" in config else "num_experts"
         experts = ExpertsConfig(
-            num_experts=read_size(key, required(config, key)),
-            topk=read_size("num_experts_per_tok", required(config, "num_experts_per_tok")),
-            width=read_size("moe_intermediate_size", required(config, "moe_intermediate_size")),
+            **read_sizes(config, _QWEN | {"num_experts": key}),
             renormalise=bool(required(config, "norm_topk_prob")),
             gated_shared=read_size(SHARED_KEY, required(config, SHARED_KEY)) if self.gated_shared else 0,
             same=bool(config.get("same_experts")),
@@ -89,11 +87,9 @@ class QwenRule:
         return tuple(experts if has else None for has in sparse)
 
     def write(self, layers: tuple[ExpertsConfig | None, ...]) -> dict[str, Any]:
-        experts = _one_kind(layers)
+        experts = _one(layers)
         return {
-            "num_experts": experts.num_experts,
-            "num_experts_per_tok": experts.topk,
-            "moe_intermediate_size": experts.width,
+            **write_fields(experts, _QWEN),
             "norm_topk_prob": experts.renormalise,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [index for index, layer in enumerate(layers) if layer is None],
@@ -104,8 +100,7 @@ class QwenRule:
 
 @dataclass(frozen=True)
 class DeepSeekRule:
-    """DeepSeek-V2 (`scoring` softmax), V3 and GLM-4.5 (sigmoid): experts behind the first `first_k_dense_replace`
-    layers, or where `mlp_layer_types` says so."""
+    """DeepSeek-V2 (softmax), V3, GLM-4.5 (sigmoid): experts by `mlp_layer_types` or `first_k_dense_replace`."""
 
     scoring: str
 
@@ -114,8 +109,7 @@ class DeepSeekRule:
         if types is None:
             dense = int(config.get("first_k_dense_replace") or 0)
             types = [DENSE] * min(dense, num_layers) + [SPARSE] * max(0, num_layers - dense)
-        if len(types) != num_layers or not set(types) <= set(MLP_TYPES):
-            raise ValueError(f"mlp_layer_types: expected {num_layers} of {list(MLP_TYPES)}, got {types}")
+        config_keys.check_layer_kinds("mlp_layer_types", types, MLP_TYPES, num_layers)
         if SPARSE not in types:
             return ()
         _only(config, "moe_layer_freq", 1)
@@ -125,21 +119,15 @@ class DeepSeekRule:
 
     def _read_experts(self, config: Mapping[str, Any]) -> ExpertsConfig:
         sigmoid = self.scoring == "sigmoid"
-        grouped = sigmoid
-        if sigmoid:
-            _only(config, "topk_method", "noaux_tc")
-        else:
-            method = config.get("topk_method", "greedy")
-            if method not in ("greedy", "group_limited_greedy"):
-                raise ValueError(
-                    f"topk_method '{method}' is not supported, expected 'greedy' or 'group_limited_greedy'"
-                )
-            grouped = method == "group_limited_greedy"
+        methods = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
+        method = config.get("topk_method", methods[0])
+        if method not in methods:
+            expected = " or ".join(map(repr, methods))
+            raise ValueError(f"topk_method '{method}' is not supported, expected {expected}")
+        grouped = method != "greedy"
         groups, topk_groups = (int(config.get(key) or 1) if grouped else 1 for key in ("n_group", "topk_group"))
         return ExpertsConfig(
-            num_experts=read_size("n_routed_experts", required(config, "n_routed_experts")),
-            topk=read_size("num_experts_per_tok", required(config, "num_experts_per_tok")),
-            width=read_size("moe_intermediate_size", required(config, "moe_intermediate_size")),
+            **read_sizes(config, _DEEPSEEK),
             scoring=self.scoring,
             # transformers and DeepSeek's own code for V2 do not divide by the sum.
             renormalise=sigmoid and bool(required(config, "norm_topk_prob")),
@@ -155,7 +143,7 @@ class DeepSeekRule:
     def write(self, layers: tuple[ExpertsConfig | None, ...]) -> dict[str, Any]:
         if not layers:
             return {"mlp_layer_types": None, "first_k_dense_replace": 1 << 20}
-        experts = _one_kind(layers)
+        experts = _one(layers)
         dense = [layer is None for layer in layers].index(False)
         if None in layers[dense:]:
             raise ValueError("mlps: expected dense layers only before those with experts")
@@ -163,9 +151,7 @@ class DeepSeekRule:
         return {
             "first_k_dense_replace": dense,
             "mlp_layer_types": [DENSE if layer is None else SPARSE for layer in layers],
-            "n_routed_experts": experts.num_experts,
-            "num_experts_per_tok": experts.topk,
-            "moe_intermediate_size": experts.width,
+            **write_fields(experts, _DEEPSEEK),
             "scoring_func": experts.scoring,
             "topk_method": method,
             "norm_topk_prob": experts.renormalise,
@@ -186,9 +172,7 @@ class GptOssRule:
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[ExpertsConfig | None, ...]:
         experts = ExpertsConfig(
-            num_experts=read_size("num_local_experts", required(config, "num_local_experts")),
-            topk=read_size("num_experts_per_tok", required(config, "num_experts_per_tok")),
-            width=read_size("intermediate_size", required(config, "intermediate_size")),
+            **read_sizes(config, _GPT_OSS),
             scoring="softmax_of_chosen",
             biased=True,
             # Published folders have no swiglu_alpha.
@@ -210,13 +194,11 @@ class GptOssRule:
         return True
 
     def write(self, layers: tuple[ExpertsConfig | None, ...]) -> dict[str, Any]:
-        experts = _one_kind(layers)
+        experts = _one(layers)
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         quantization = {"quant_method": MXFP4, "modules_to_not_convert": kept}
         return {
-            "num_local_experts": experts.num_experts,
-            "num_experts_per_tok": experts.topk,
-            "intermediate_size": experts.width,
+            **write_fields(experts, _GPT_OSS),
             "swiglu_limit": experts.limit,
             "swiglu_alpha": experts.alpha,
             **({"quantization_config": quantization} if experts.mxfp4 else {}),

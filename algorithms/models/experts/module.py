@@ -15,10 +15,11 @@ from torch import Tensor, nn
 import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.experts.config import ExpertsConfig
-from algorithms.models.experts.training import imbalance, masked_expert_mlp
 from algorithms.models.folder import COPY_AGAIN, ModelError
 from algorithms.models.fusion import Fusable, project
 from algorithms.models.layers import MLP, RMSNorm, SwiGLU
+from specdec_kernels import Routed
+from specdec_kernels.activation.reference import silu_mul
 
 _LARGEST_SCALE = 252
 """Of MXFP4: the largest number, 6 * 2^(scale - 127), is finite in float32."""
@@ -50,26 +51,33 @@ class Router(Fusable):
 
 
 class ExpertTensors(Fusable):
-    """gate_up_proj [E, 2 F, hidden], gate first, and down_proj [E, hidden, F]."""
+    """gate_up_proj [E, 2 F, hidden], gate first, down_proj [E, hidden, F]; `biased`: biases [E, 2 F], [E, hidden]."""
 
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
-        self.num_experts, self.same = sizes.num_experts, sizes.same
+        self.num_experts, self.same, self.biased = sizes.num_experts, sizes.same, sizes.biased
         self.gate_up_proj = nn.Parameter(torch.zeros(sizes.num_experts, 2 * sizes.width, config.hidden_size))
         self.down_proj = nn.Parameter(torch.zeros(sizes.num_experts, config.hidden_size, sizes.width))
+        self.gate_up_proj_bias, self.down_proj_bias = _biases(config, sizes)
 
     @property
     def weights(self) -> kernels.ExpertWeights:
-        return kernels.ExpertWeights(self.gate_up_proj, self.down_proj)
+        return kernels.ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.gate_up_proj, std=self.gate_up_proj.shape[2] ** -0.5)
         nn.init.zeros_(self.down_proj)
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
-        """Published checkpoints have a tensor of each projection per expert."""
+        """Joins a tensor per expert; gpt-oss has transposed matrices, and rows of gate and up in turns."""
         for name, tensor in joined_experts(prefix, stored, "weight", self.num_experts, self.same).items():
             stored[prefix + name] = tensor
+        if not self.biased:
+            return
+        for name in ("gate_up_proj", "down_proj"):
+            _change(stored, f"{prefix}{name}", 3, lambda x: x.transpose(1, 2).contiguous())
+        for name, dims in (("gate_up_proj", 3), ("gate_up_proj_bias", 2)):
+            _change(stored, f"{prefix}{name}", dims, _gates_first)
 
 
 def joined_experts(
@@ -95,25 +103,6 @@ def joined_experts(
     }
 
 
-class BiasedExpertTensors(ExpertTensors):
-    """Also gate_up_proj_bias [E, 2 F] and down_proj_bias [E, hidden]. Checkpoints of gpt-oss have the matrices
-    transposed, and the rows of gate and up in turns."""
-
-    def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
-        super().__init__(config, sizes)
-        self.gate_up_proj_bias, self.down_proj_bias = _biases(config, sizes)
-
-    @property
-    def weights(self) -> kernels.ExpertWeights:
-        return kernels.ExpertWeights(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
-
-    def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
-        for name in ("gate_up_proj", "down_proj"):
-            _change(stored, f"{prefix}{name}", 3, lambda x: x.transpose(1, 2).contiguous())
-        for name, dims in (("gate_up_proj", 3), ("gate_up_proj_bias", 2)):
-            _change(stored, f"{prefix}{name}", dims, _gates_first)
-
-
 class PackedExpertTensors(Fusable):
     """Experts of gpt-oss in MXFP4, as `kernels.Mxfp4` has them, and their biases."""
 
@@ -125,13 +114,12 @@ class PackedExpertTensors(Fusable):
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
         self.num_experts = sizes.num_experts
-        shapes = {
-            "gate_up_proj": (sizes.num_experts, 2 * sizes.width, config.hidden_size),
-            "down_proj": (sizes.num_experts, config.hidden_size, sizes.width),
-        }
-        for name, (experts, rows, columns) in shapes.items():
-            codes = torch.zeros(experts, rows, columns // 2, dtype=torch.uint8)
-            scales = torch.zeros(experts, rows, columns // 32, dtype=torch.uint8)
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * sizes.width, config.hidden_size),
+            ("down_proj", config.hidden_size, sizes.width),
+        ):
+            codes = torch.zeros(sizes.num_experts, rows, columns // 2, dtype=torch.uint8)
+            scales = torch.zeros(sizes.num_experts, rows, columns // 32, dtype=torch.uint8)
             packed = kernels.Mxfp4.padded(codes, scales)
             self.register_buffer(f"{name}_blocks", packed.codes)
             self.register_buffer(f"{name}_scales", packed.scales)
@@ -157,15 +145,13 @@ class PackedExpertTensors(Fusable):
             _change(stored, f"{prefix}{name}", dims, _gates_first)
 
 
-def _biases(config: DecoderConfig, sizes: ExpertsConfig) -> tuple[nn.Parameter, nn.Parameter]:
+def _biases(config: DecoderConfig, sizes: ExpertsConfig) -> list[nn.Parameter | None]:
     widths = (2 * sizes.width, config.hidden_size)
-    gate_up, down = (nn.Parameter(torch.zeros(sizes.num_experts, width)) for width in widths)
-    return gate_up, down
+    return [nn.Parameter(torch.zeros(sizes.num_experts, width)) if sizes.biased else None for width in widths]
 
 
 def _change(stored: dict[str, Any], name: str, dims: int, change: Callable[[Tensor], Tensor]) -> None:
-    """`change` the tensor, whose new shape follows from that of `dims` dimensions. What is missing or has others is
-    reported by name later."""
+    """`change` a tensor of `dims` dimensions; what is missing or has others is reported by name later."""
     if name in stored and len(stored[name].shape) == dims:
         shape = change(torch.empty(stored[name].shape, dtype=torch.uint8, device="meta")).shape
         stored[name] = stored[name].changed(tuple(shape), change)
@@ -196,18 +182,17 @@ class Experts(MLP):
     unscaled = ("shared_expert_gate",)
     skips_padding = True
     imbalance: Tensor | None = None
-    """How unevenly the last forward with gradients chose, see `training.imbalance`."""
+    """How unevenly the last forward with gradients chose, see `imbalance`."""
     schedule: kernels.ExpertSchedule | None = None
     """Of the last forward without gradients."""
 
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
-        kind = PackedExpertTensors if sizes.mxfp4 else BiasedExpertTensors if sizes.biased else ExpertTensors
+        kind = PackedExpertTensors if sizes.mxfp4 else ExpertTensors
         self.gate, self.experts = Router(config, sizes), kind(config, sizes)
         self.shared_experts = _shared(config, sizes.width * sizes.shared)
         self.shared_expert = _shared(config, sizes.gated_shared)
-        gate = nn.Linear(config.hidden_size, 1, bias=False) if sizes.gated_shared else None
-        self.shared_expert_gate = gate
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if sizes.gated_shared else None
         self.routing = kernels.Routing(
             sizes.topk,
             sizes.scoring,
@@ -220,14 +205,13 @@ class Experts(MLP):
         self.activation = kernels.Activation(sizes.limit, sizes.alpha)
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
-        """gpt-oss calls the gate router."""
         for name in ("weight", "bias"):
             if (tensor := stored.pop(f"{prefix}router.{name}", None)) is not None:
                 stored[f"{prefix}gate.{name}"] = tensor
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         rows, experts = x.reshape(-1, x.shape[-1]).contiguous(), self.experts
-        if self._learns and type(experts) is ExpertTensors:
+        if self._learns and isinstance(experts, ExpertTensors) and not experts.biased:
             return self._learning(rows, experts, real).view_as(x)
         arguments = (rows, *self._chosen(rows, real), experts.weights, self.activation, self._shared(rows))
         return kernels.expert_mlp(*arguments, impl=self._impl_of(x)).view_as(x)
@@ -272,3 +256,61 @@ class Experts(MLP):
 
 def _shared(config: DecoderConfig, width: int) -> SwiGLU | None:
     return SwiGLU(replace(config, intermediate_size=width, mlp_bias=False)) if width else None
+
+
+def masked_expert_mlp(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
+    """[T, H]: `specdec_kernels.expert_mlp` of `x [T, H]`, `gate_up [E, 2 F, H]` and `down [E, H, F]`, with gradients.
+    Every expert runs over every row, so that no size depends on the routing; the second product adds them."""
+    count, outer, _ = gate_up.shape
+    shares = x.new_zeros(len(x), count + 1, dtype=routed.weights.dtype)
+    shares = shares.scatter_add(1, routed.experts.long(), routed.weights)[:, :count]  # the last one is no expert
+    hidden = silu_mul(F.linear(x, gate_up.flatten(0, 1)).unflatten(1, (count, outer)))
+    return F.linear((hidden * shares[..., None]).flatten(1), down.transpose(0, 1).flatten(1)).to(x.dtype)
+
+
+def imbalance(logits: Tensor, routed: Routed) -> Tensor:
+    """E times the sum over experts of the share of rows' choices and the mean probability: 1 where all experts are
+    chosen alike, E where one is (Switch Transformer, arXiv 2101.03961, equation 4). `logits [T, E]`."""
+    experts = logits.shape[1]
+    chosen = torch.zeros(experts, device=logits.device).index_add(
+        0, routed.experts.flatten(), torch.ones(routed.experts.numel(), device=logits.device)
+    )
+    return experts * (chosen / routed.experts.numel()) @ logits.float().softmax(-1).mean(0)
+
+
+class ExpertLedger:
+    """Counts of all layers with experts; `note` follows the model's forward in a step, and can be captured."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [module for module in model.modules() if isinstance(module, Experts)]
+        # Touched experts, and rows with experts, of all layers together; forwards.
+        self._sums = torch.zeros(3, dtype=torch.int64, device=self._layers[0].gate.weight.device)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ExpertLedger | None:
+        """A ledger, or None for a model without experts."""
+        return cls(model) if any(isinstance(module, Experts) for module in model.modules()) else None
+
+    def reset(self) -> None:
+        self._sums.zero_()
+
+    def note(self) -> None:
+        schedules = [layer.schedule for layer in self._layers]
+        given = [schedule for schedule in schedules if schedule is not None]
+        touched = torch.cat([schedule.num_touched for schedule in given]).sum()
+        assigned = torch.stack([schedule.starts[-1] for schedule in given]).sum()
+        self._sums.add_(torch.stack([touched, assigned, torch.ones_like(touched)]))
+
+    def report(self) -> dict[str, float]:
+        """Means over layers and steps: experts that are touched in a step, rows of a step that are tokens (nodes, and
+        prompts that joined), and touched experts for each of these. Empty before a step; waits for the device."""
+        touched, assigned, steps = self._sums.tolist()
+        if not steps:
+            return {}
+        layers, topk = len(self._layers), self._layers[0].routing.topk
+        return {
+            "num_experts": self._layers[0].experts.num_experts,
+            "touched_per_step": touched / (layers * steps),
+            "rows_per_step": assigned / (layers * topk * steps),
+            "touched_per_row": touched * topk / assigned if assigned else 0.0,
+        }

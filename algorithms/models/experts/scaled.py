@@ -1,4 +1,5 @@
-"""Experts whose weights are float8 codes with scales, as `scaled_linear` has those of projections."""
+"""Experts whose weights are float8 codes with scales, as `scaled_linear` has those of projections, and the replacement
+of both by scaled ones."""
 
 from math import gcd
 from typing import Any
@@ -7,16 +8,15 @@ import torch
 from torch import Tensor, nn
 
 import specdec_kernels as kernels
-from algorithms.models.experts.module import BiasedExpertTensors, ExpertTensors, joined_experts
+from algorithms.models.experts.module import ExpertTensors, joined_experts
 from algorithms.models.fusion import Fusable
-from algorithms.models.scaled_linear import BLOCK, WeightFormat, quantised_blocks
+from algorithms.models.scaled_linear import BLOCK, ScaledLinear, WeightFormat, quantised_blocks
 
 MATRICES = ("gate_up_proj", "down_proj")
 
 
 class ScaledExpertTensors(Fusable):
-    """Codes gate_up_proj [E, 2 F, hidden] and down_proj [E, hidden, F], and their scales. Groups of rows become smaller
-    where the first row of up would be inside of one."""
+    """Codes and scales of `ExpertTensors`, in groups of rows so small that none has rows of gate and up."""
 
     float32 = tuple(f"{name}_scales" for name in MATRICES)
 
@@ -36,9 +36,7 @@ class ScaledExpertTensors(Fusable):
         return kernels.ExpertWeights(self._matrices("gate_up_proj"), self._matrices("down_proj"))
 
     def _matrices(self, name: str) -> kernels.ScaledWeight:
-        codes, scales = getattr(self, name).view(torch.uint8), getattr(self, f"{name}_scales")
-        columns = codes.shape[2] if self.format.by_row else BLOCK
-        return kernels.ScaledWeight(codes, scales, self._group_rows(name), columns, self.format.float8_x)
+        return self.format.weight(getattr(self, name), getattr(self, f"{name}_scales"), self._group_rows(name))
 
     def _group_rows(self, name: str) -> int:
         if self.format.by_row:
@@ -68,7 +66,6 @@ class ScaledExpertTensors(Fusable):
         group = self._group_rows("gate_up_proj")
         return scales.repeat_interleave(BLOCK // group, 0)[: self.width // group]
 
-    @torch.no_grad()
     def quantise(self, plain: ExpertTensors) -> None:
         """Take the weights of `plain` in blocks, each projection of an expert on its own, as checkpoints have them."""
         found = {}
@@ -80,25 +77,32 @@ class ScaledExpertTensors(Fusable):
             found[name] = codes.view(getattr(self, name).shape).view(torch.float8_e4m3fn)
             found[f"{name}_scales"] = scales.view(getattr(self, f"{name}_scales").shape)
         self.load_state_dict(found, assign=True)
-        self.requires_grad_(False)
 
 
-def make_experts_scaled(model: nn.Module, weight_format: WeightFormat, names: set[str]) -> None:
-    """Replace the experts of these names by scaled ones, whose weights are still to be loaded."""
+def _scaled(plain: nn.Module, weight_format: WeightFormat, device: object) -> ScaledLinear | ScaledExpertTensors:
+    """The scaled module in the place of `plain`, whose weights are still to be loaded."""
+    with torch.device(str(device)):
+        if isinstance(plain, ExpertTensors):
+            return ScaledExpertTensors(plain, weight_format)
+        assert isinstance(plain, nn.Linear)
+        return ScaledLinear(plain.in_features, plain.out_features, plain.bias is not None, weight_format)
+
+
+def make_scaled(model: nn.Module, weight_format: WeightFormat, names: set[str]) -> None:
+    """Replace the linear layers and experts of these names by scaled ones, whose weights are still to be loaded."""
     for name in names:
         plain = model.get_submodule(name)
-        assert isinstance(plain, ExpertTensors)
-        with torch.device(plain.down_proj.device):
-            scaled = ScaledExpertTensors(plain, weight_format)
-        model.set_submodule(name, scaled)
+        model.set_submodule(name, _scaled(plain, weight_format, next(plain.parameters()).device))
 
 
-def quantise_experts(layers: nn.Module, weight_format: WeightFormat) -> None:
-    """Replace the experts in `layers` by scaled ones in blocks, one layer at a time."""
+@torch.no_grad()
+def quantise(layers: nn.Module, weight_format: WeightFormat) -> None:
+    """Replace the experts without biases in `layers`, and the linear layers of fusable modules, but for those that
+    their module uses otherwise, by scaled ones in blocks, one at a time."""
     for parent in list(layers.modules()):
         for name, plain in list(parent.named_children()):
-            if isinstance(plain, ExpertTensors) and not isinstance(plain, BiasedExpertTensors):
-                with torch.device("meta"):
-                    scaled = ScaledExpertTensors(plain, weight_format)
+            is_linear = isinstance(parent, Fusable) and type(plain) is nn.Linear and name not in parent.unscaled
+            if is_linear or (isinstance(plain, ExpertTensors) and not plain.biased):
+                scaled: Any = _scaled(plain, weight_format, "meta")
                 scaled.quantise(plain)
-                setattr(parent, name, scaled.train(plain.training))
+                setattr(parent, name, scaled.requires_grad_(False).train(plain.training))

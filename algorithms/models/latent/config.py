@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from algorithms.models.config_keys import read_size, required
+from algorithms.models.config_keys import one_kind, read_size, read_sizes, write_fields
 
 _SIZES = {"latent": "kv_lora_rank", "nope": "qk_nope_head_dim", "rope": "qk_rope_head_dim", "value": "v_head_dim"}
 
@@ -42,10 +42,9 @@ class LatentRule:
     interleaved: bool = True
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[LatentConfig, ...]:
-        sizes = {name: read_size(key, required(config, key)) for name, key in _SIZES.items()}
         rank = config.get("q_lora_rank")
         layer = LatentConfig(
-            **sizes,
+            **read_sizes(config, _SIZES),
             query_rank=None if rank is None else read_size("q_lora_rank", rank),
             interleaved=bool(config.get("rope_interleave", self.interleaved)),
             bias=bool(config.get("attention_bias")),
@@ -53,11 +52,9 @@ class LatentRule:
         return (layer,) * num_layers
 
     def write(self, layers: tuple[LatentConfig, ...]) -> dict[str, Any]:
-        if not layers or set(layers) != {layers[0]}:
-            raise ValueError("mixings: expected the same latent attention in all layers")
-        layer = layers[0]
+        layer = one_kind("latent attention", layers)
         return {
-            **{key: getattr(layer, name) for name, key in _SIZES.items()},
+            **write_fields(layer, _SIZES),
             "q_lora_rank": layer.query_rank,
             "rope_interleave": layer.interleaved,
             "attention_bias": layer.bias,

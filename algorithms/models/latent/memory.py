@@ -6,7 +6,7 @@ So a token is one stored row [c | k_r] for all heads, in prefill as in decoding:
 was written. The kernel is the same for every attention backend.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Batch, Observation, Prompts, Resources
-from algorithms.attention.levels import LevelSizes, LevelViews, level_rows
+from algorithms.attention.paged_attention import LevelSizes, LevelViews, joined, level_rows, planned_rows, split_rows
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.module import LATENT_EPS, LatentWeights, attention_scale, latent_rope_table
@@ -34,7 +34,6 @@ class LatentCache:
         return self.rows.shape[2]
 
     def zero(self, pages: Sequence[int] | slice) -> None:
-        """Make the rows of `pages` zeros in every layer."""
         self.rows[:, pages] = 0
 
 
@@ -55,7 +54,6 @@ class LatentMixer:
     slots: Tensor  # [T] int64 over all groups
     positions: Tensor
     groups: tuple[Rows, ...]
-    tokens: Tensor  # [T] int64 where several groups are joined
     impl: str
     same: bool = False  # a row has the same bits among any others
 
@@ -73,7 +71,8 @@ class LatentMixer:
             eps=LATENT_EPS, interleaved=sizes.interleaved, impl=self.impl,
         )  # fmt: skip
         absorbed = self._by_head(nope, weights.up_key).contiguous()
-        parts = zip(self.groups, self.split(absorbed), self.split(q_rope), strict=True)
+        shapes = [group.shape for group in self.groups]
+        parts = zip(self.groups, split_rows(absorbed, shapes), split_rows(q_rope, shapes), strict=True)
         attended = [self._attend(group, cache, q_latent, turned).flatten(0, 1) for group, q_latent, turned in parts]
         latents = attended[0] if len(attended) == 1 else torch.cat(attended)
         out = self._by_head(latents, weights.up_value.transpose(1, 2))
@@ -91,15 +90,8 @@ class LatentMixer:
             return kernels.head_product(x, weight, impl=self.impl)
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
-    def split(self, rows: Tensor) -> list[Tensor]:
-        """`rows [T, ...]` as each group's `[B, N, ...]`."""
-        parts = rows.split([group.shape.numel() for group in self.groups])
-        return [part.unflatten(0, group.shape) for part, group in zip(parts, self.groups, strict=True)]
-
 
 class LatentMemory:
-    """See `algorithms.attention.memory.Memory`."""
-
     def __init__(self, config: DecoderConfig, sizes: LatentConfig, resources: Resources) -> None:
         if resources.kv_dtype != resources.dtype:
             raise ValueError("runtime.kv_dtype: expected auto for a target with latent attention, got fp8_e4m3")
@@ -127,49 +119,30 @@ class LatentMemory:
     def _over(
         self, batch: Batch, positions: Tensor, counts: Tensor, mask: Tensor | None, same: bool = False
     ) -> LatentMixer:
-        width, impl, lengths = positions.shape[1], self._resources.impl, batch.lengths
-        metadata = kernels.AttentionMetadata(
-            page_table=batch.page_table,
-            lengths=lengths,
-            mode="chain" if mask is None else "tree",
-            mask=mask,
-            q_lens=counts,
-            max_length=batch.max_length + width,
-            scale=self._scale,
-        )
-        slots = kernels.token_slots(batch.page_table, lengths, counts, width, self.cache.page_size, impl=impl)
-        flat = positions.flatten().contiguous()
-        return LatentMixer(self.cache, slots.flatten(), flat, (Rows(positions.shape, metadata),), flat, impl, same)
+        impl, seen = self._resources.impl, dict(mode="chain" if mask is None else "tree", mask=mask, scale=self._scale)
+        slots, flat, metadata = planned_rows(batch, positions, counts, self.cache.page_size, impl, **seen)
+        return LatentMixer(self.cache, slots, flat, (Rows(positions.shape, metadata),), impl, same)
 
     windowed = False
 
     def following(self, seen: Observation) -> LatentMixer:
-        """See `algorithms.attention.memory.DraftMemory`."""
         return self._over(seen.batch, seen.positions, seen.counts, None)
 
     def chained(self, batch: Batch, positions: Tensor) -> LatentMixer:
         return self._over(batch, positions, batch.active * positions.shape[1], None)
 
-    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> list[LatentMixer]:
+    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Callable[[int], LatentMixer]:
         impl = self._resources.impl
         slots, positions, calls = level_rows(batch, sizes, views, self.cache.page_size, impl, self._scale)
         shape = torch.Size((len(batch.lengths), sizes.width))
-        return [
-            LatentMixer(self.cache, slots[level], positions[level], (Rows(shape, call),), positions[level], impl)
+        mixers = [
+            LatentMixer(self.cache, slots[level], positions[level], (Rows(shape, call),), impl)
             for level, call in enumerate(calls)
         ]
+        return mixers.__getitem__
 
-    def joint(self, groups: Sequence[tuple[LatentMixer, Tensor]]) -> LatentMixer:
-        mixers = [mixer for mixer, _ in groups]
-        return LatentMixer(
-            self.cache,
-            torch.cat([mixer.slots for mixer in mixers]),
-            torch.cat([mixer.positions for mixer in mixers]),
-            tuple(group for mixer in mixers for group in mixer.groups),
-            torch.cat([tokens.flatten() for _, tokens in groups]),
-            self._resources.impl,
-            all(mixer.same for mixer in mixers),
-        )
+    def joint(self, mixers: Sequence[LatentMixer]) -> LatentMixer:
+        return joined(mixers)
 
     def commit(self, nodes: LatentMixer, batch: Batch, committed: kernels.Committed, chain: bool) -> None:
         if not chain:

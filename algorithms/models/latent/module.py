@@ -17,7 +17,7 @@ import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.fusion import project
 from algorithms.models.latent.config import LatentConfig
-from algorithms.models.layers import Mixer, Mixing, RMSNorm
+from algorithms.models.layers import Mixer, Mixing, RMSNorm, apply_rope
 
 LATENT_EPS = 1e-6
 
@@ -31,8 +31,7 @@ class LatentWeights(NamedTuple):
 
 
 class LatentAttention(Mixing):
-    """Calls its mixer with `q [..., T, H, nope + rope]`, `kv [..., T, latent + rope]` and `LatentWeights`, for
-    `[..., T, H, value]`."""
+    """Calls its mixer with `q [..., T, H, nope + rope]`, `kv [..., T, latent + rope]`, for `[..., T, H, value]`."""
 
     unscaled = ("kv_b_proj",)
 
@@ -48,10 +47,6 @@ class LatentAttention(Mixing):
         self.kv_a_layernorm = RMSNorm(sizes.latent, LATENT_EPS)
         self.kv_b_proj = nn.Linear(sizes.latent, config.num_heads * (sizes.nope + sizes.value), bias=False)
         self.o_proj = nn.Linear(config.num_heads * sizes.value, hidden, bias=sizes.bias)
-
-    @property
-    def out(self) -> nn.Module:
-        return self.o_proj
 
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         sizes = self.sizes
@@ -90,20 +85,17 @@ class LatentDenseMixer:
 
     def __call__(self, layer: int, /, q: Tensor, kv: Tensor, weights: LatentWeights) -> Tensor:
         sizes, length = self._sizes, q.shape[1]
-        cos, sin = self._table[:length].to(q.dtype).chunk(2, dim=-1)
         c, k_rope = kv.split([sizes.latent, sizes.rope], dim=-1)
         q_nope, q_rope = q.split([sizes.nope, sizes.rope], dim=-1)
         wide = c.float()
         c = weights.norm * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + LATENT_EPS)).to(c.dtype)
         keys = torch.einsum("btl,hdl->bthd", c, weights.up_key)
         values = torch.einsum("btl,hdl->bthd", c, weights.up_value)
-        k_rope = self._turned(k_rope[:, :, None], cos[:, None], sin[:, None])
-        q_rope = self._turned(q_rope, cos[:, None], sin[:, None])
+        positions = torch.arange(length, device=q.device)
+        k_rope, q_rope = (
+            apply_rope(x, self._table, positions, sizes.interleaved) for x in (k_rope[:, :, None], q_rope)
+        )
         scores = torch.einsum("bthd,bshd->bhts", q_nope, keys) + torch.einsum("bthd,bsd->bhts", q_rope, k_rope[:, :, 0])
         seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         shares = (scores.float() * self._scale).masked_fill(~seen, float("-inf")).softmax(-1).to(values.dtype)
         return torch.einsum("bhts,bshd->bthd", shares, values)
-
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        first, second = (x[..., 0::2], x[..., 1::2]) if self._sizes.interleaved else x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

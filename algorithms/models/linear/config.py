@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from algorithms.models.config_keys import read_size, required
+from algorithms.models.config_keys import check_layer_kinds, one_kind, read_sizes, write_fields
 
 FULL, LINEAR = LAYER_TYPES = ("full_attention", "linear_attention")
 _SIZES = {
@@ -46,15 +46,10 @@ class LinearRule:
         if types is None:
             step = int(config.get("full_attention_interval") or 4)
             types = [FULL if (layer + 1) % step == 0 else LINEAR for layer in range(num_layers)]
-        if len(types) != num_layers or not set(types) <= set(LAYER_TYPES):
-            raise ValueError(f"layer_types: expected {num_layers} of {list(LAYER_TYPES)}, got {list(types)}")
-        sizes = LinearConfig(**{name: read_size(key, required(config, key)) for name, key in _SIZES.items()})
+        check_layer_kinds("layer_types", types, LAYER_TYPES, num_layers)
+        sizes = LinearConfig(**read_sizes(config, _SIZES))
         return tuple(sizes if kind == LINEAR else None for kind in types)
 
     def write(self, layers: tuple[LinearConfig | None, ...]) -> dict[str, Any]:
-        kinds = {layer for layer in layers if layer is not None}
-        if len(kinds) != 1:
-            raise ValueError("mixings: expected the same linear attention in all layers that have it")
-        sizes = kinds.pop()
         types = [FULL if layer is None else LINEAR for layer in layers]
-        return {"layer_types": types, **{key: getattr(sizes, name) for name, key in _SIZES.items()}}
+        return {"layer_types": types, **write_fields(one_kind("linear attention", layers), _SIZES)}

@@ -62,8 +62,6 @@ class LinearMixer:
 
 
 class StateMemory:
-    """See `algorithms.attention.memory.Memory`."""
-
     def __init__(self, config: DecoderConfig, sizes: LinearConfig, resources: Resources) -> None:
         self._sizes, self._resources, self._layers = sizes, resources, config.num_layers
         slots, device = resources.max_batch, resources.device
@@ -96,8 +94,8 @@ class StateMemory:
         rows, chunks, paths = kernels.chunk_paths(*segments)
         return self._mixer(slots, Rows(positions.numel(), rows, paths, chunks=chunks))
 
-    def joint(self, groups: Sequence[tuple[LinearMixer, Tensor]]) -> LinearMixer:
-        return self._mixer(groups[0][0].slots, *(rows for mixer, _ in groups for rows in mixer.groups))
+    def joint(self, mixers: Sequence[LinearMixer]) -> LinearMixer:
+        return self._mixer(mixers[0].slots, *(rows for mixer in mixers for rows in mixer.groups))
 
     def _mixer(self, slots: Tensor, *groups: Rows) -> LinearMixer:
         return LinearMixer(self.state, slots, groups, self._resources.impl)

@@ -1,19 +1,32 @@
 """Projections around the gated delta rule, its gated norm, and its plain definition. Parameter names are those of
-Qwen3.5; Qwen3-Next's are turned into these."""
+Qwen3.5; Qwen3-Next's are turned into these.
+
+Whole sequences run in chunks, through which gradients flow. The recurrence of `specdec_kernels.linear_attention` goes
+token by token and gives the same but for rounding. With S the state [dk, dv] before a chunk, G_i the sum of its log
+decays up to row i, and its rows as matrices,
+
+    A_ij = beta_i exp(G_i - G_j) k_i . k_j  for j < i,      (1 + A) [U W] = [beta V, beta exp(G) K],
+    D = U - W S,
+    O_i = exp(G_i) q_i S + sum over j <= i of exp(G_i - G_j) (q_i . k_j) D_j,
+    S after the chunk = exp(G_last) S + sum over j of exp(G_last - G_j) k_j D_j.
+
+Source: Gated DeltaNet (arXiv 2412.06464), section 3.3.
+"""
 
 import math
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.fusion import project
 from algorithms.models.layers import Mixer, Mixing, RMSNorm
-from algorithms.models.linear.chunks import delta_rule_in_chunks, log_decay, normed, short_convolution
 from algorithms.models.linear.config import LinearConfig
+from specdec_kernels import CHUNK, DeltaWeights
 
 SLOWEST_STEP, FASTEST_STEP = 0.001, 0.1
 """Softplus of `dt_bias` at the start of training."""
@@ -31,7 +44,7 @@ class LinearInputs(NamedTuple):
 class LinearAttention(Mixing):
     """Calls its mixer with `LinearInputs`, for `[..., value heads, value_dim]`."""
 
-    name = "linear_attn"
+    name, out_name = "linear_attn", "out_proj"
     float32 = ("A_log", "dt_bias")
     unscaled = ("in_proj_b", "in_proj_a")
 
@@ -50,15 +63,10 @@ class LinearAttention(Mixing):
         self.out_proj = nn.Linear(values, hidden, bias=False)
 
     def reset_parameters(self) -> None:
-        """Training start of what is no projection: heads that forget at very different speeds, as in Mamba-2
-        (arXiv 2405.21060)."""
+        """Training start: heads that forget at very different speeds, as in Mamba-2 (arXiv 2405.21060)."""
         nn.init.uniform_(self.A_log, 1, 16).log_()
         steps = nn.init.uniform_(self.dt_bias, math.log(SLOWEST_STEP), math.log(FASTEST_STEP)).exp()
         self.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
-
-    @property
-    def out(self) -> nn.Module:
-        return self.out_proj
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
         """Qwen3-Next stores the projections of q, k, v and z in one tensor, and those of b and a in another: the rows
@@ -97,7 +105,6 @@ def _grouped_rows(groups: int, *widths: int) -> list[list[int]]:
 
 
 def empty_state(sizes: LinearConfig, layers: int, slots: int, dtype: torch.dtype, device: object) -> kernels.DeltaState:
-    """The states of `layers` layers, zeros."""
     wide, place = torch.promote_types(dtype, torch.float32), torch.device(str(device))
     shape = (layers, slots, sizes.value_heads, sizes.key_dim, sizes.value_dim)
     return kernels.DeltaState(
@@ -111,7 +118,7 @@ def of_layer(state: kernels.DeltaState, layer: int) -> kernels.DeltaState:
 
 
 class LinearDenseMixer:
-    """The delta rule over whole sequences `[B, T]`, from states of zeros; see `chunks`."""
+    """The delta rule over whole sequences `[B, T]`, from states of zeros."""
 
     def __init__(self, config: DecoderConfig, sizes: LinearConfig, length: int, device: torch.device | str) -> None:
         self._sizes = sizes
@@ -129,3 +136,59 @@ class LinearDenseMixer:
             decay, beta = log_decay(a, weights), b.to(mixed.dtype).sigmoid()
             out = delta_rule_in_chunks(q, k, v.unflatten(-1, (sizes.value_heads, -1)), decay, beta)
         return out.to(qkv.dtype)
+
+
+_EPS = 1e-6
+
+
+def short_convolution(qkv: Tensor, weight: Tensor) -> Tensor:
+    """SiLU of the causal convolution of every channel of `qkv [B, T, C]` by its taps `weight [C, taps]`, the last of
+    which multiplies the row itself; float32 products, both results rounded to the dtype of `qkv`."""
+    wide, taps = torch.promote_types(qkv.dtype, torch.float32), weight.shape[1]
+    padded = F.pad(qkv.to(wide).mT, (taps - 1, 0))
+    total = F.conv1d(padded, weight.to(wide)[:, None], groups=len(weight)).mT
+    return F.silu(total.to(qkv.dtype).to(wide)).to(qkv.dtype)
+
+
+def log_decay(a: Tensor, weights: DeltaWeights) -> Tensor:
+    """[..., HV] float32: the logarithm of what is left of the state before each row."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return -weights.a_log.exp() * F.softplus(a.to(wide) + weights.dt_bias)
+
+
+def normed(x: Tensor) -> Tensor:
+    """Rows `x [..., D]` of length one."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
+
+
+def delta_rule_in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """`[B, T, H, dv]` from states of zeros.
+
+    `q`, `k [B, T, H, dk]` and `v [B, T, H, dv]` one per value head, `decay` (a logarithm) and `beta [B, T, H]`, all
+    float32 or float64.
+    """
+    batch, length, heads, dv = v.shape
+    count = -(-length // CHUNK)
+    q, k, v, decay, beta = (_chunks(part) for part in (q, k, v, decay[..., None], beta[..., None]))
+    total = decay.cumsum(2)  # [B H, N, C, 1]
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    ratio = (total - total.mT).masked_fill(~lower, float("-inf")).exp()
+    both = torch.cat([k * beta, q], 2) @ k.mT  # [B H, N, 2 C, C]
+    ahead, own = both[:, :, :CHUNK] * ratio, both[:, :, CHUNK:] * ratio
+    grown = total.exp()
+    solved = torch.linalg.solve_triangular(ahead, torch.cat([v, k * grown], -1) * beta, upper=False, unitriangular=True)
+    values, reading = solved.split([dv, k.shape[-1]], -1)
+    kept, last = k * (total[:, :, -1:] - total).exp(), grown[:, :, -1:]
+    state, states, written = values.new_zeros(len(q), k.shape[-1], dv), [], []
+    for index in range(count):
+        states.append(state)
+        written.append(torch.baddbmm(values[:, index], reading[:, index], state, alpha=-1))
+        state = torch.baddbmm(state * last[:, index], kept[:, index].mT, written[-1])
+    out = (q * grown) @ torch.stack(states, 1) + own @ torch.stack(written, 1)
+    return out.unflatten(0, (batch, heads)).flatten(2, 3).transpose(1, 2)[:, :length].contiguous()
+
+
+def _chunks(x: Tensor) -> Tensor:
+    """`x [B, T, H, D]` as [B H, N, C, D], with zeros behind the last row: those write nothing."""
+    padded = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK))
+    return padded.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, CHUNK))

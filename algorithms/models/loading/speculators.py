@@ -36,6 +36,5 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_outputs(layers_run: Iterable[int]) -> tuple[int, ...]:
-    """Ids of the layers whose output is read: after i layers it is the output of layer i - 1, and that of the
-    embedding, -1, before the first."""
+    """Ids of the layers whose output is read: after i layers that of layer i - 1; -1, the embedding, after none."""
     return tuple(int(count) - 1 for count in layers_run)

@@ -46,7 +46,6 @@ class Stored:
         return replace(self, shape=shape, read=lambda: change(self.read()))
 
     def halves(self) -> tuple[Stored, Stored]:
-        """The first and the second half of the rows, as two."""
         rows = self.shape[0] // 2
         shape = (rows, *self.shape[1:])
         return self.changed(shape, lambda x: x[:rows]), self.changed(shape, lambda x: x[rows : 2 * rows])
@@ -69,7 +68,6 @@ class Stored:
         return self.changed((1 + len(others), *self.shape), lambda x: torch.stack([x, *(each() for each in read)]))
 
     def repeated(self, count: int) -> Stored:
-        """`count` copies along a new first dimension."""
         return self.changed((count, *self.shape), lambda x: x.expand(count, *x.shape))
 
     def check_shape(self, fits: bool, expected: object) -> None:

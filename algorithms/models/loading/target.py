@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -11,11 +11,11 @@ from algorithms.models.architectures import ARCHITECTURES, find_architecture
 from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder
 from algorithms.models.experts.config import ExpertsConfig
-from algorithms.models.experts.scaled import quantise_experts
+from algorithms.models.experts.scaled import quantise
 from algorithms.models.folder import ModelError, read_json, resolve_folder
 from algorithms.models.loading.stored import check_layers, stored_tensors
 from algorithms.models.loading.weights import load_weights
-from algorithms.models.scaled_linear import SUPPORTED, WeightFormat, quantise
+from algorithms.models.scaled_linear import SUPPORTED, WeightFormat
 from algorithms.models.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
@@ -61,9 +61,8 @@ class Target(TargetFolder):
 def load_target(
     path: str | Path | TargetFolder, device: torch.device | str, dtype: torch.dtype, weight_dtype: str = "auto"
 ) -> Target:
-    """Load a language model's folder or hub name for inference; ModelError where it cannot serve. `weight_dtype` as
-    `runtime.weight_dtype`: fp8 and fp8_w8a16 quantise the projections of the layers to float8 in blocks, unless they
-    are stored in float8; auto leaves them as they are stored."""
+    """Load a language model for inference; ModelError where it cannot serve. `weight_dtype` as `runtime.weight_dtype`:
+    fp8 and fp8_w8a16 quantise the layers' projections in blocks, unless stored so; auto leaves them."""
     found = path if isinstance(path, TargetFolder) else read_target(path)
     check_weight_dtype(found, weight_dtype)
     with torch.device("meta"):
@@ -76,21 +75,24 @@ def load_target(
         if offset := norm_offset(name, found.config):
             parameter.data += offset
     if weight_dtype != "auto" and weight_format is None:
-        _quantise(model.model.layers, _asked(weight_dtype))
+        quantise(model.model.layers, _asked(weight_dtype))
     return Target(
         found.config, found.path, model, origin=found.origin, weight_format=weight_format, weight_dtype=weight_dtype
     )
 
 
-def quantise_drafter(drafter: torch.nn.Module, target: Target) -> None:
-    """Float8 for the projections of a drafter, its own LM head too, where it was asked for with the target."""
+def fit_drafter(folder: Path, drafter: torch.nn.Module, target: Target) -> None:
+    """Compare the vocabulary maps of a loaded drafter, let the target's embedding and LM head serve where its own are
+    copies of them, and quantise its projections, its own LM head too, where that was asked for with the target."""
+    if (d2t := getattr(drafter, "d2t", None)) is not None:
+        check_vocabulary(folder, d2t, cast(torch.Tensor, drafter.t2d))
+    head = target.model.lm_head or target.model.model.embed_tokens
+    for name, other in (("embed_tokens", target.model.model.embed_tokens.weight), ("lm_head", head.weight)):
+        own = getattr(drafter, name, None)
+        if own is not None and own.weight.shape == other.shape and torch.equal(own.weight, other):
+            setattr(drafter, name, None)
     if target.weight_dtype != "auto":
-        _quantise(drafter, _asked(target.weight_dtype))
-
-
-def _quantise(layers: torch.nn.Module, weight_format: WeightFormat) -> None:
-    quantise_experts(layers, weight_format)
-    quantise(layers, weight_format)
+        quantise(drafter, _asked(target.weight_dtype))
 
 
 def _asked(weight_dtype: str) -> WeightFormat:
@@ -157,7 +159,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def parse_config(folder: Path, raw: Mapping[str, Any], from_hf: Callable[[Mapping[str, Any]], Config]) -> Config:
-    """`from_hf(raw)`, with its errors as ModelError."""
     try:
         return from_hf(raw)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
@@ -197,15 +198,6 @@ def check_vocabulary(folder: Path, d2t: torch.Tensor, t2d: torch.Tensor) -> None
         )
 
 
-def drop_copies(drafter: torch.nn.Module, target: Decoder) -> None:
-    """Let the target's embedding and LM head serve where those of `drafter` are copies of them."""
-    head = target.lm_head or target.model.embed_tokens
-    for name, other in (("embed_tokens", target.model.embed_tokens.weight), ("lm_head", head.weight)):
-        own = getattr(drafter, name)
-        if own is not None and own.weight.shape == other.shape and torch.equal(own.weight, other):
-            setattr(drafter, name, None)
-
-
 def check_tokenizer(folder: Path, target_folder: Path) -> None:
     """Compare two vocabularies by content, where both folders have a tokenizer."""
     if not all((place / TOKENIZER_FILE).is_file() for place in (folder, target_folder)):
@@ -222,8 +214,7 @@ def check_tokenizer(folder: Path, target_folder: Path) -> None:
 
 
 def refuse_extensions(folder: Path, kind: str, entries: Mapping[str, Any], unsupported: tuple[str, ...]) -> None:
-    """ModelError where `entries` sets an `unsupported` key, or a key of other families, to something that changes
-    the computation."""
+    """ModelError where `entries` sets a key, `unsupported` or foreign, to what changes the computation."""
     given = {key: entries[key] for key in (*unsupported, *FOREIGN) if entries.get(key) is not None}
     found = [f"{key}={value}" for key, value in given.items() if (value != NEUTRAL[key] if key in NEUTRAL else value)]
     if found:
@@ -250,8 +241,7 @@ def read_weight_format(folder: Path, raw: Mapping[str, Any]) -> WeightFormat | N
 
 
 def check_weight_dtype(found: TargetFolder, weight_dtype: str) -> None:
-    """ModelError where the target has layers whose weights cannot be float8, and they are stored so or shall become
-    so."""
+    """ModelError for float8 weights, stored or asked for, in layers that do not take them."""
     if found.weight_format is None and weight_dtype == "auto":
         return
     if any(isinstance(mlp, ExpertsConfig) and (mlp.mxfp4 or mlp.biased) for mlp in found.config.mlps):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from algorithms.models.decoder import Block
 from algorithms.models.experts.module import ExpertTensors
-from algorithms.models.experts.scaled import make_experts_scaled
+from algorithms.models.experts.scaled import make_scaled
 from algorithms.models.folder import COPY_AGAIN, ModelError
 from algorithms.models.fusion import Fusable
 from algorithms.models.loading.stored import Stored, stored_tensors, unreadable
-from algorithms.models.scaled_linear import WeightFormat, dequantised, make_scaled
+from algorithms.models.scaled_linear import WeightFormat, dequantised
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOAT8_DTYPE = "F8_E4M3"
@@ -53,7 +53,7 @@ def load_weights(
         if name not in ignored and not name.endswith(ROTARY_BUFFER)
     }
     if weight_format is not None:
-        make_experts_scaled(module, weight_format, _float8_experts(module, stored))
+        make_scaled(module, weight_format, _float8_experts(module, stored))
     parts = {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Fusable)}
     for prefix, part in parts.items():
         part.adopt(prefix, stored)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from algorithms.algorithm import Algorithm, Batch, DraftTree, Observation, Resources
-from algorithms.drafting.wrapper import Wrapper
 from algorithms.engine.request import EngineError, Request
+from algorithms.mixed import Wrapper
 from algorithms.models.loading import Target
 from algorithms.step.sampling_params import SamplingParams
 from experiments.app.errors import user_errors

@@ -50,8 +50,7 @@ from algorithms.dflash.drafting import DFlash
 from algorithms.dflash.model import DFlashDrafter
 from algorithms.models.dense_mixer import DenseMixer, head_norm
 from algorithms.models.folder import ModelError
-from algorithms.models.layers import MixerWeights
-from algorithms.models.rotary import apply_rope, rope_table
+from algorithms.models.layers import MixerWeights, apply_rope, rope_table
 from algorithms.models.tokenizer import Tokenizer
 from experiments.training.batches import TrainingBatch
 from experiments.training.corpus import IGNORED

@@ -30,14 +30,13 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from algorithms.checked import Between, Checked
-from algorithms.drafting.feature_drafter import RAW
+from algorithms.drafting.level_drafter import RAW
 from algorithms.eagle.config import NUM_FEATURES, Eagle3Config, EagleConfig, default_aux_layer_ids
 from algorithms.eagle.drafting import Eagle, Eagle3, PEagle
 from algorithms.eagle.model import Eagle3Drafter, EagleDrafter
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer, head_norm
-from algorithms.models.layers import MixerWeights
-from algorithms.models.rotary import apply_rope, rope_table
+from algorithms.models.layers import MixerWeights, apply_rope, rope_table
 from algorithms.mtp.config import MTPConfig
 from algorithms.mtp.drafting import MTP
 from algorithms.mtp.model import MTPHead

@@ -156,8 +156,9 @@ def test_layers_of_one_window_share_a_plan() -> None:
     mixer = PagedMixer.over(
         batch_at(5), torch.arange(3).repeat(2, 1), KVCache.allocate(target.config, resources), resources
     )
-    windows = [plan.metadata.window for plan in mixer.plans]
-    assert windows == [4, None, 4, 2] and mixer.plans[0] is mixer.plans[2]
+    plans = mixer.groups[0].plans
+    windows = [plan.metadata.window for plan in plans]
+    assert windows == [4, None, 4, 2] and plans[0] is plans[2]
 
 
 def test_a_backend_without_windows_over_trees_refuses_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

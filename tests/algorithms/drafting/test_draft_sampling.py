@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from algorithms.drafting.draft_sampling import FIRST_SHARE, DraftSampling, SampledShape
-from algorithms.drafting.tree_shape import TreeShape
+from algorithms.drafting.draft_sampling import FIRST_SHARE, DraftSampling, SampledShape, TreeShape
 
 
 @pytest.mark.parametrize("size", [(6, 10, 32), (3, 3, 12), (2, 3, 13), (15, 4, 64), (4, 1, 5), (1, 3, 4), (3, 2, 11)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from algorithms.algorithm import DraftTree
-from algorithms.drafting.insert_chain import insert_chain
+from algorithms.drafting.tree_drafter import insert_chain
 from specdec_kernels import build_chain, build_tree
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from algorithms.algorithm import Resources
-from algorithms.drafting.draft_sampling import SampledShape
+from algorithms.drafting.draft_sampling import SampledShape, TreeShape
 from algorithms.drafting.sampled_tree import SampledTree
-from algorithms.drafting.tree_shape import TreeShape
 from specdec_kernels import SamplingTensors
 
 VOCAB = 23

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.attention.levels import LevelSizes, LevelViews
+from algorithms.attention.paged_attention import LevelSizes, LevelViews
+from algorithms.drafting.draft_sampling import TreeShape
 from algorithms.drafting.tree_drafter import TreeDrafter, grow_tree
-from algorithms.drafting.tree_shape import TreeShape
 
 VOCAB, LAST = 19, [4, 9]
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
@@ -40,7 +40,7 @@ class Planned:
         self.used: list[int] = []
         Planned.latest = self
 
-    def __getitem__(self, level: int) -> str:
+    def __call__(self, level: int) -> str:
         assert 0 <= level < self.count, f"forward {level} of {self.count}"
         self.used.append(level)
         return f"mixer {level}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from algorithms.drafting.tree_shape import TreeShape
+from algorithms.drafting.draft_sampling import TreeShape
 
 
 @pytest.mark.parametrize(

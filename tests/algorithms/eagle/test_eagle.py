@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.drafting.feature_drafter import NORMED, RAW
+from algorithms.drafting.level_drafter import NORMED, RAW
 from algorithms.eagle import loading
 from algorithms.eagle.config import Eagle3Config, EagleConfig, default_aux_layer_ids
 from algorithms.eagle.model import Eagle3Drafter, EagleDrafter

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from algorithms.attention.backends.torch import TorchBackend
-from algorithms.engine.compatibility import check_tree
-from algorithms.engine.engine import default_ahead, default_tile
+from algorithms.engine.engine import check_tree, default_ahead, default_tile
 from algorithms.engine.request import EngineError
 from algorithms.engine.session import StepReport
 from algorithms.engine.settings import RuntimeSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from algorithms.engine.staging import NUM_BUFFERS, Staging
+from algorithms.engine.transfers import NUM_BUFFERS, Staging
 
 
 def test_what_is_staged_arrives() -> None:

@@ -9,8 +9,7 @@ from torch import Tensor
 import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder
-from algorithms.models.experts.module import Experts
-from algorithms.models.experts.training import imbalance, masked_expert_mlp
+from algorithms.models.experts.module import Experts, imbalance, masked_expert_mlp
 from algorithms.models.linear.config import LinearConfig
 from algorithms.models.linear.module import LinearDenseMixer, LinearInputs, empty_state, of_layer
 from specdec_kernels import DeltaWeights, ExpertWeights, Routed, Routing

@@ -9,7 +9,7 @@ import torch
 
 from algorithms.models.config import read_rope, write_rope
 from algorithms.models.config_keys import read_eos, required, write_eos
-from algorithms.models.rotary import apply_rope
+from algorithms.models.layers import apply_rope
 from specdec_kernels import LinearScaling, Llama3Scaling, YarnScaling
 
 SCALINGS: dict[str, tuple[dict[str, Any], Any]] = {

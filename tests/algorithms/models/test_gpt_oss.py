@@ -14,11 +14,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import specdec_kernels as kernels
 from algorithms.dflash.drafting import DFlash
 from algorithms.dflash.model import DFlashDrafter
+from algorithms.lookup import NGram
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.experts.module import PackedExpertTensors
 from algorithms.models.folder import ModelError
 from algorithms.models.loading import Target, load_target, read_target
-from algorithms.ngram import NGram
 from specdec_kernels.experts import reference
 from tests.algorithms.layer_kinds import check_drafts
 from tests.algorithms.models.test_architectures import GPT_OSS, GPT_OSS_YARN, theirs

@@ -18,9 +18,8 @@ from algorithms.models.layers import SwiGLU
 from algorithms.models.loading import load_target, read_target
 from algorithms.models.loading.stored import stored_tensors
 from algorithms.models.loading.target import check_weight_dtype
-from algorithms.models.packing import packed
-from algorithms.models.scaled_linear import ScaledLinear, WeightFormat, quantised_blocks
-from algorithms.parallel.shares import check_shareable
+from algorithms.models.scaled_linear import ScaledLinear, WeightFormat, packed, quantised_blocks
+from algorithms.parallel.sharding import check_shareable
 from specdec_kernels.projection import reference
 from specdec_kernels.projection.reference import dequantised as of_record
 from tests.algorithms.layer_kinds import EXPERTS

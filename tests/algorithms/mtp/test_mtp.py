@@ -17,8 +17,7 @@ from algorithms.models.architectures import ARCHITECTURES
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import Target, load_target
-from algorithms.mtp import formats
-from algorithms.mtp.config import MTPConfig
+from algorithms.mtp.config import BY_MODEL_TYPE, MTPConfig
 from algorithms.mtp.drafting import MTP
 from algorithms.mtp.loading import load_mtp
 from algorithms.mtp.model import MTPHead
@@ -200,8 +199,8 @@ def test_wrong_conventions_show(mimo: Target) -> None:
 
 
 def test_norms_that_are_stored_as_differences(mimo: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = replace(formats.BY_MODEL_TYPE["mimo"], norm_offset=1.0)
-    monkeypatch.setitem(formats.BY_MODEL_TYPE, "mimo", family)
+    family = replace(BY_MODEL_TYPE["mimo"], norm_offset=1.0)
+    monkeypatch.setitem(BY_MODEL_TYPE, "mimo", family)
     original = Original(mimo, mimo.path, PREFIX, hidden_first=True, norm_offset=1.0)
     check_chains(drafted(made(mimo, None), mimo, Setup()), original)
 
@@ -246,5 +245,5 @@ def test_settings_are_checked() -> None:
         MTP.Config(hidden_in="plain")
     with pytest.raises(ValueError, match="feedback=raw: expected one MTP layer"):
         MTPConfig(MIMO, feedback="raw")
-    with pytest.raises(ValueError, match="first: expected embedding or hidden"):
+    with pytest.raises(ValueError, match="first: expected one of embedding, hidden"):
         MTPConfig(replace(MIMO, num_layers=1), first="both")

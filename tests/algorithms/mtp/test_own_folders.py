@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from algorithms.models.loading import Target, load_target, read_target
+from algorithms.mtp.config import BY_MODEL_TYPE
 from algorithms.mtp.drafting import MTP
-from algorithms.mtp.formats import BY_MODEL_TYPE
 from algorithms.mtp.loading import load_mtp, read_mtp
 from tests.algorithms.models.test_architectures import EXPERTS, HYBRID, LATENT, LINEAR, NEXT, theirs
 from tests.algorithms.recorded import check_chains, check_distributions, check_kernels, check_trees, drafted

@@ -17,8 +17,7 @@ from algorithms.models.experts.module import Experts, PackedExpertTensors
 from algorithms.models.loading import read_target
 from algorithms.parallel import layers
 from algorithms.parallel.layers import SummedExperts
-from algorithms.parallel.sharding import shard
-from algorithms.parallel.shares import check_shareable, parallel_config
+from algorithms.parallel.sharding import check_shareable, parallel_config, shard
 from tests.algorithms.layer_kinds import EXPERTS, GROUPED, KINDS, LINEAR, SHARED, target_of
 from tests.algorithms.tiny_folders import small_config, write_target
 from tests.algorithms.toy import randomise

@@ -15,11 +15,10 @@ from algorithms.dflash.model import DFlashDrafter
 from algorithms.eagle.drafting import Eagle3
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import Target
-from algorithms.parallel import layers, tensor_parallel
+from algorithms.parallel import collectives, layers
 from algorithms.parallel.collectives import from_rank_0, join_columns, sum_in_order, sum_over_ranks
 from algorithms.parallel.layers import RowParallelLinear
-from algorithms.parallel.sharding import shard, shard_drafter
-from algorithms.parallel.shares import parallel_config
+from algorithms.parallel.sharding import parallel_config, shard, shard_drafter
 from specdec_kernels import Exchange, build_chain, exchange_elements, linear_argmax
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import interpreting
@@ -257,10 +256,8 @@ OTHERS = {"draft_probs": torch.ones(2, 2, 5), "path_probs": torch.full((2, 3), 0
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What rank 0 sends; its tensors are one more than this rank's."""
     sent: list[Any] = []
-    monkeypatch.setattr(tensor_parallel, "parallel", lambda: True)
-    monkeypatch.setattr(
-        tensor_parallel, "from_rank_0", lambda given: sent.extend(given) or [each + 1 for each in given]
-    )
+    monkeypatch.setattr(collectives, "parallel", lambda: True)
+    monkeypatch.setattr(collectives, "from_rank_0", lambda given: sent.extend(given) or [each + 1 for each in given])
     return sent
 
 
@@ -271,7 +268,7 @@ def chain(nodes: int, **others: torch.Tensor) -> DraftTree:
 @pytest.mark.parametrize("others", [{}, OTHERS, {"draft_rows": torch.zeros(2, 3).int()}], ids=["bare", "drawn", "rows"])
 def test_the_draft_of_rank_0_is_taken_whole(sent: list[Any], others: dict[str, torch.Tensor]) -> None:
     own = chain(3, **others)
-    agreed = tensor_parallel.agree_on_draft(own)
+    agreed = collectives.agree_on_draft(own)
     assert torch.equal(agreed.tokens, own.tokens + 1)
     assert all(torch.equal(left, right + 1) for left, right in zip(agreed.links, own.links, strict=True))
     for name in ("draft_probs", "draft_rows", "path_probs"):
@@ -282,7 +279,7 @@ def test_the_draft_of_rank_0_is_taken_whole(sent: list[Any], others: dict[str, t
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_has_its_own_share(monkeypatch: pytest.MonkeyPatch, sent: list[Any], rank: int) -> None:
-    monkeypatch.setattr(tensor_parallel.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(tensor_parallel.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(collectives.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(collectives.dist, "get_rank", lambda: rank)
     whole = torch.arange(12).view(3, 4)
-    assert torch.equal(tensor_parallel.own_share(whole, 1), whole[:, 2 * rank : 2 * rank + 2])
+    assert torch.equal(collectives.own_share(whole, 1), whole[:, 2 * rank : 2 * rank + 2])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from algorithms.engine.staging import Staging
+from algorithms.engine.transfers import Staging
 from algorithms.step.batch import BatchState, SlotStore, number_fields, write_numbers
 from algorithms.step.sampling_params import SamplingParams
 

@@ -17,7 +17,8 @@ from algorithms.attention.backends.protocol import BackendError
 from algorithms.attention.backends.selection import backends
 from algorithms.attention.cache import KVCache
 from algorithms.attention.memory import PagedMemory
-from algorithms.engine.compatibility import check_backend
+from algorithms.attention.paged_attention import split_rows
+from algorithms.engine.engine import check_backend
 from algorithms.engine.request import EngineError
 from algorithms.engine.settings import RuntimeSettings
 from algorithms.models.decoder import Decoder
@@ -126,8 +127,8 @@ def test_a_token_has_the_same_bits_wherever_it_is_computed(monkeypatch: pytest.M
     tiles = torch.zeros(2, 16, dtype=torch.int64, device=DEVICE)
     tiles[0], tiles[1, : LENGTH - 57] = text[0, 41:57], text[0, 57:]
     mixers = [run.nodes([start], chain, True), run.tiles([41, 57], tiles, [1, 1], [16, LENGTH - 57])]
-    joint = run.memory.joint(list(zip(mixers, (ours, tiles), strict=True)))
-    verified, prompt = joint.split(run(joint, joint.tokens))
+    joint_rows = run(run.memory.joint(mixers), torch.cat([ours.flatten(), tiles.flatten()]))
+    verified, prompt = split_rows(joint_rows, [ours.shape, tiles.shape])
     same(verified[0], start, "a chain beside tiles of a prompt")
     same(prompt.flatten(0, 1)[: LENGTH - 41], 41, "tiles of a prompt beside a chain")
 

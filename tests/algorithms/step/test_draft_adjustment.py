@@ -12,8 +12,7 @@ from algorithms.dflash.config import SELECTOR, HeadConfig
 from algorithms.dflash.drafting import DFlash
 from algorithms.eagle.drafting import Eagle3, PEagle
 from algorithms.standalone import Standalone
-from algorithms.step.batch import ForbiddenState, PenaltyState
-from algorithms.step.draft_adjustment import DraftAdjustment
+from algorithms.step.batch import DraftAdjustment, ForbiddenState, PenaltyState
 from specdec_kernels import count_tokens
 from tests.algorithms.drafters import TARGET
 from tests.algorithms.reference_loop import forbidden, penalised

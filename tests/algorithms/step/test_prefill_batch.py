@@ -7,7 +7,7 @@ import pytest
 from algorithms.engine.engine import Engine
 from algorithms.engine.request import Completion, Request
 from algorithms.engine.scheduler import PrefillSegment, Running
-from algorithms.engine.staging import NUM_BUFFERS
+from algorithms.engine.transfers import NUM_BUFFERS
 from algorithms.step.prefill_batch import tile_counts
 from algorithms.step.sampling_params import SamplingParams
 from tests.algorithms.toy import Setup, autoregressive, engine_of, random_target, requests

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from algorithms.step.deferred_observation import COLUMNS
+from algorithms.step.context import COLUMNS
 from algorithms.step.runner import StepRunner, _captured
 from algorithms.step.sampling_params import SamplingNeeds
 from algorithms.step.step import CONSTRAINED, PHASES

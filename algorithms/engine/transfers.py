@@ -1,13 +1,16 @@
-"""Results of steps on their way to the host. Each is read a fixed number of steps after the step that wrote it.
+"""What the host sends to the device, and the results of steps on their way back.
 
-Reading waits for that step alone, through an event, while the next one already runs.
+Sent arrays are named, of fixed shape, and go in one copy from pinned memory. The device's tensors keep their addresses,
+so work on them can be captured in a CUDA graph. The host waits for a copy only where it is several ahead of the device.
+A result is read a fixed number of steps after the step that wrote it: reading waits for that step alone.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -17,6 +20,54 @@ from torch import Tensor
 
 from algorithms.engine.request import Draft
 from algorithms.parallel.heartbeat import wait_for
+
+NUM_BUFFERS = 3  # a copy is queued after the steps in flight, which are fewer than this
+_ALIGNED_BYTES = 128
+
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name to shape and dtype
+Arrays = dict[str, "np.ndarray[Any, Any]"]
+
+
+class Staging:
+    """Device tensors of `fields` in one allocation, and host buffers of the same layout."""
+
+    def __init__(self, fields: Fields, device: torch.device, num_buffers: int = NUM_BUFFERS) -> None:
+        """`num_buffers` is how many sends the host may be ahead of the device."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in fields.values()]
+        starts = [0]
+        for size in sizes:
+            # Every field begins at one alignment, so that kernels are compiled for one.
+            starts.append(starts[-1] + -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES)
+        places = dict(zip(fields, zip(starts, sizes, strict=False), strict=True))
+
+        def views(memory: Tensor) -> dict[str, Tensor]:
+            parts = {name: memory[start : start + size] for name, (start, size) in places.items()}
+            return {name: part.view(fields[name][1]).view(fields[name][0]) for name, part in parts.items()}
+
+        self._cuda = device.type == "cuda"
+        self._memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+        self._hosts = [torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=self._cuda) for _ in range(num_buffers)]
+        self._arrays: list[Arrays] = [
+            {name: part.numpy() for name, part in views(host).items()} for host in self._hosts
+        ]
+        self._copied = [torch.cuda.Event() for _ in self._hosts] if self._cuda else []
+        self._next = 0
+        self.tensors = views(self._memory)
+        """The arrays of the last `send`, by name."""
+
+    def arrays(self) -> Arrays:
+        """The buffer that the next `send` copies, to be written to; it holds what was sent from it last."""
+        if self._cuda:
+            self._copied[self._next].synchronize()
+        return self._arrays[self._next]
+
+    def send(self) -> None:
+        """Copy the buffer to the device, after the work that is queued there."""
+        self._memory.copy_(self._hosts[self._next], non_blocking=True)
+        if self._cuda:
+            self._copied[self._next].record()
+        self._next = (self._next + 1) % len(self._hosts)
+
 
 Tag = TypeVar("Tag")
 
@@ -33,7 +84,6 @@ class SlotResult(NamedTuple):
     """The most likely tokens at the place of each, with their log-probabilities; empty where no step reports them."""
 
     def without_bonus(self) -> SlotResult:
-        """The accepted drafts alone."""
         return self._replace(tokens=self.tokens[:-1], logprobs=self.logprobs[:-1], top=self.top[:-1])
 
 
@@ -120,7 +170,7 @@ class Readback(Generic[Tag]):
         self._buffers = [torch.empty(size, dtype=torch.int64, pin_memory=cuda) for _ in range(num_in_flight + 1)]
         self._events = [torch.cuda.Event() for _ in self._buffers] if cuda else []
         self._next = 0
-        self._pending: deque[tuple[int, torch.Size, int, int, Tag]] = deque()
+        self._pending: deque[tuple[int, Tensor, int, int, Tag]] = deque()
         self.waited_ms = 0.0
         """Time that the host has waited for steps."""
 
@@ -132,29 +182,28 @@ class Readback(Generic[Tag]):
         """Start copying `table` to the host, see `StepResult.of_table`."""
         place = self._next
         self._next = (place + 1) % len(self._buffers)
-        self._buffers[place][: table.numel()].view(table.shape).copy_(table, non_blocking=True)
+        held = self._buffers[place][: table.numel()].view(table.shape)
+        held.copy_(table, non_blocking=True)
         if self._events:
             self._events[place].record()
-        self._pending.append((place, table.shape, num_evidence, num_drafts, tag))
+        self._pending.append((place, held, num_evidence, num_drafts, tag))
 
     def in_flight(self) -> Iterator[tuple[StepResult, Tag]]:
         """Results in flight, oldest first, which stay there; waits for them."""
-        for place, shape, num_evidence, num_drafts, tag in self._pending:
-            yield self._read(place, shape, num_evidence, num_drafts), tag
+        return map(self._read, self._pending)
 
-    def _read(self, place: int, shape: torch.Size, num_evidence: int, num_drafts: int) -> StepResult:
+    def _read(self, pending: tuple[int, Tensor, int, int, Tag]) -> tuple[StepResult, Tag]:
+        place, held, num_evidence, num_drafts, tag = pending
         began = time.perf_counter()
         if self._events:
             wait_for(self._events[place])
         self.waited_ms += (time.perf_counter() - began) * 1e3
-        table = self._buffers[place][: shape.numel()].view(shape).numpy()
-        return StepResult.of_table(table, self._num_top, num_evidence, num_drafts)
+        return StepResult.of_table(held.numpy(), self._num_top, num_evidence, num_drafts), tag
 
     def due(self, all_of_them: bool = False) -> Iterator[tuple[StepResult, Tag]]:
         """Results that are due, oldest first; or all in flight."""
         while len(self._pending) > (0 if all_of_them else self._num_in_flight):
-            place, shape, num_evidence, num_drafts, tag = self._pending.popleft()
-            yield self._read(place, shape, num_evidence, num_drafts), tag
+            yield self._read(self._pending.popleft())
 
     def drop(self) -> None:
         self._pending.clear()

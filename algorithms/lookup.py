@@ -1,4 +1,7 @@
-"""Base of n-gram and suffix drafting: settings, the history store, and matching.
+"""Drafting by look-up: what followed the last tokens earlier is likely to follow them again.
+
+propose   The longest suffix of the history that occurred before is looked up in the token histories, and its
+          continuations are merged into one tree. Rules: `specdec_kernels.history`.
 
 With `shared` the drafts depend on the outputs of other requests, without it on the request's own history alone. The
 output depends on neither, because the target's own choice decides (`target_only`).
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Lookup(Algorithm):
-    """Trees of what followed earlier occurrences of the last tokens in the token histories."""
+    """Base of n-gram and suffix drafting: settings, the history store, and matching."""
 
     chain = False
     order: ClassVar[str]
@@ -75,9 +78,6 @@ class Lookup(Algorithm):
         num_kept = self._config.histories if self._config.shared else 0
         self._histories = TokenHistories.of(resources, num_kept, self._corpus)
 
-    def propose(self, batch: Batch) -> DraftTree:
-        return self.propose_few(batch, self.num_nodes)
-
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
         config = self._config
         draft = kernels.match_histories(
@@ -102,3 +102,26 @@ def _read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"algo.corpus: expected a text file in UTF-8, got {path}: {error}") from error
+
+
+class NGram(Lookup):
+    """Trees of the latest continuations, those of shorter matches last."""
+
+    name = "ngram"
+    order = "latest"
+
+    @dataclass
+    class Config(Lookup.Config):
+        name: str = "ngram"
+
+
+class Suffix(Lookup):
+    """Suffix drafting (SuffixDecoding, arXiv 2411.04975): the `max_candidates` best matches (longest first, then
+    latest) vote for what followed them, and the tree has the most frequent continuations."""
+
+    name = "suffix"
+    order = "frequent"
+
+    @dataclass
+    class Config(Lookup.Config):
+        name: str = "suffix"
