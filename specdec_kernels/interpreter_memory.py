@@ -32,7 +32,7 @@ class Memory:
         places = (places // self._numpy.uint64(size)).view(self._numpy.int64)
         seen = self._numpy.asarray(_Region(first, int(places.max()) + 1, filled.dtype))
         if every:
-            return seen[places]
+            return self._numpy.ascontiguousarray(seen[places])  # of one layout, so that sums have one order
         found = filled.copy()
         found[active] = seen[places]
         return found
