@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algorithms.engine.clock import PhaseClock
 from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from algorithms.engine.transfers import StepResult
@@ -282,7 +281,7 @@ def test_real_steps_correct_measured_costs(monkeypatch: pytest.MonkeyPatch, grap
         return {(slots, nodes): 1.0 for slots in (1, 2) for nodes in (1, 2, 4, 8, 16)}
 
     monkeypatch.setattr(StepRunner, "step_times", step_times)
-    monkeypatch.setattr(PhaseClock, "between_ms", lambda *marks: read.append(1) or 2.0)
+    monkeypatch.setattr(StepRunner, "spent_ms", lambda *step: read.append(1) or 2.0)
     joined, recorded, asked = [], StepRunner._recorded, requests(6, 10)
 
     def launched(runner: StepRunner, variant: Any, prefill: Any) -> Any:

@@ -310,7 +310,7 @@ def test_drafter_trains_resumes_and_exports(
 @pytest.mark.parametrize("name", ["dflash2", "domino", "mtp"])
 def test_drafts_of_a_short_training_are_accepted(shipped_shape: Path, tmp_path: Path, name: str) -> None:
     """By the engine; of 400 tokens chance would hit one in 400 steps."""
-    config = _drafter_config(name, shipped_shape, tmp_path, steps=32, eval_every_steps=32)
+    config = _drafter_config(name, shipped_shape, tmp_path, steps=48, eval_every_steps=48)
     config.evaluation = EvaluationSettings(limit=2, max_new_tokens=10, batch=2)
     measured = program.train(config)["tokens_per_step"]
     assert all(tokens_per_step > 1.3 for found in measured.values() for tokens_per_step in found.values()), measured

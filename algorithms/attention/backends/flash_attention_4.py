@@ -94,7 +94,7 @@ class FlashAttention4(packages.PackageBackend):
         self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`run`, and lse [B, N, H] float32, natural logarithm, sinks included; -inf for rows past `q_lens`."""
-        from algorithms.attention.backends.packages import add_sinks, merge_states
+        from algorithms.attention.backends.states import add_sinks, merge_states
 
         metadata, unused = plan.metadata, _unused(plan.metadata, q)
         out, lse = self._attend(plan, q, kv, with_lse=True)

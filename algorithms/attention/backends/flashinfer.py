@@ -115,7 +115,7 @@ class FlashInferBackend(packages.PackageBackend):
         """`run`, and lse [B, N, H] float32, natural logarithm, sinks included; -inf for rows past `q_lens`."""
         import torch
 
-        from algorithms.attention.backends.packages import add_sinks
+        from algorithms.attention.backends.states import add_sinks
 
         flat = q.flatten(0, 1)
         out = torch.zeros_like(flat)

@@ -1,19 +1,10 @@
-"""What other packages require of the machine and of a call, and attention over parts of the keys, merged by
-log-sum-exp. No torch is imported here.
-
-    lse = log(e^lse_a + e^lse_b)        (natural logarithms)
-    out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b
-
-An attention sink of logit z is a part without a value: lse' = log(e^lse + e^z), out' = e^(lse - lse') out.
-"""
+"""What other packages require of the machine and of a call. No torch is imported here."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from algorithms.attention.backends.protocol import Backend, LayerInputs, Reason
 
@@ -81,25 +72,3 @@ class PackageBackend(Backend):
 
     def attend(self, plan: Any, layer: LayerInputs) -> Tensor:
         return self.run_with_lse(plan, layer.q, layer.kv, layer.sinks)[0]
-
-
-def merge_states(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint sets of keys: out [..., D] in out_a's dtype, lse [...] float32.
-
-    A part without a visible key has lse -inf; its out is ignored, also where it is NaN.
-    """
-    lse = torch.logaddexp(lse_a, lse_b)
-    anchor = torch.where(lse == float("-inf"), 0.0, lse)
-    parts = []
-    for out, part in ((out_a, lse_a), (out_b, lse_b)):
-        weighted = out.float() * torch.exp(part - anchor)[..., None]
-        parts.append(weighted.masked_fill((part == float("-inf"))[..., None], 0.0))
-    return (parts[0] + parts[1]).to(out_a.dtype), lse
-
-
-def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add to every row of out [..., H, D], lse [..., H] a sink of logit sinks[h] without a value."""
-    grown = torch.logaddexp(lse, sinks.float())
-    return (out.float() * torch.exp(lse - grown)[..., None]).to(out.dtype), grown
