@@ -160,13 +160,6 @@ def arrive_written(barrier):
 
 
 @gluon.jit
-def wait_written(barrier, phase):
-    """Wait for a copy, and make it visible to the matrix unit."""
-    mbarrier.wait(barrier, phase)
-    fence_async_shared()
-
-
-@gluon.jit
 def load_rows(q_ptr, rows, used, STATIC: gl.constexpr):
     """[64, D] queries of a group, 0 where a row is not in use."""
     D: gl.constexpr = STATIC.D
