@@ -4,8 +4,10 @@ Every combination is composed and checked before any job runs. A launcher of Hyd
 are to run (`configs/sweep_jobs.yaml`), in this process or on another machine.
 """
 
+import copy
 import itertools
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from experiments.app.compose import build_config
 from experiments.app.errors import UserError, user_errors
@@ -116,7 +119,8 @@ def resolve(arguments: Sequence[str], config_name: str, program: Sequence[str]) 
         if settings.share_target and launcher not in SHARING:
             raise UserError(f"sweep.share_target works with hydra/launcher={' or '.join(SHARING)}, got {launcher}")
         grid = parse(arguments, base.hydra.sweeper.get("params"))
-        found = [_record(hydra.compose(config_name, job), job, program) for job in grid.jobs]
+        known: dict[tuple[str, ...], DictConfig] = {}
+        found = [_record(_composed(job, config_name, known), job, program) for job in grid.jobs]
         records = {record.id: record for record in found}
     own = tuple(text for text in typed.own if text.startswith("hydra.launcher."))
     index, count = map(int, (settings.shard or "1/1").split("/"))
@@ -132,6 +136,22 @@ def _base(typed: Grid, config_name: str) -> DictConfig:
     with open_dict(base):
         base.sweep.name = base.sweep.name or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     return base
+
+
+def _composed(job: Sequence[str], config_name: str, known: dict[tuple[str, ...], DictConfig]) -> DictConfig:
+    """The configuration of a job. Raises Hydra's errors for a key that does not exist. Composing takes long: jobs with
+    the same options of groups, in `known`, differ in values that are put into a copy."""
+    values = [text for text in job if re.match(r"[\w.]+\.\w+=", text)]
+    options = tuple(text for text in job if text not in values)
+    if options not in known:
+        known[options] = hydra.compose(config_name, list(options))
+    found = copy.deepcopy(known[options])
+    try:
+        for override in OverridesParser.create().parse_overrides(values):
+            OmegaConf.update(found, override.get_key_element(), override.value(), merge=True)
+    except OmegaConfBaseException:
+        return hydra.compose(config_name, list(job))  # whose errors the command line explains
+    return found
 
 
 def _record(composed: DictConfig, job: list[str], program: Sequence[str]) -> JobRecord:
