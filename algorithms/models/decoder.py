@@ -206,12 +206,13 @@ class Decoder(FusableModel):
     def argmax(self, hidden: Tensor) -> Tensor | None:
         """The largest of `logits` at each row, `[..., T]` int64: the lowest id among equals, -1 for a row without a
         finite one. None where the fused forward has no kernel for it."""
-        rows = hidden.numel() // hidden.shape[-1]
-        if self.impl is None or not (rows <= MAX_KERNEL_ROWS or self.batch_invariant):
+        if self.impl is None:
             return None
-        head = self._head
+        head, rows = self._head, hidden.numel() // hidden.shape[-1]
         if isinstance(head, SharedHead):
             return head.argmax(hidden)
+        if rows > MAX_KERNEL_ROWS and not self.batch_invariant:
+            return None
         return kernels.linear_argmax(
             hidden.contiguous(), head.weight, batch_invariant=self.batch_invariant, impl=self.impl
         )

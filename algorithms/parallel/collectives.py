@@ -1,8 +1,9 @@
 """Sums, joins and broadcasts between the processes that share a target, one process per device, and their agreement.
 
-Every rank reads a small sum straight from the memory of the others (one shot, over symmetric memory of torch): it is
-bound by latency, and one exchange has less of it than a ring. The ranks add in the same order, so all of them hold the
-same bits. Larger sums, and machines whose devices cannot read each other, use the all-reduce of the process group.
+Every rank adds its share of a sum straight from the memory of the others and writes it to all of them (two shots, over
+symmetric memory of torch), so all ranks hold the same bits. Sums of few rows are bound by latency and have a kernel of
+this project (`exchange_of`). Very large sums, and machines whose devices cannot read each other, use the all-reduce of
+the process group.
 
 Every rank runs the same loop over the same requests, but equal bits on every device are not guaranteed. So rank 0
 decides: its draft and its acceptance are broadcast. Greedy tokens that all ranks have chosen together, see
@@ -20,10 +21,11 @@ from torch import Tensor
 from algorithms.algorithm import DraftTree
 from specdec_kernels import Accepted, Exchange, TreeLinks, exchange_elements
 
-_ONE_SHOT_BYTES = 1 << 20
-_ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+_SHARED_BYTES = 1 << 25
+_SHARED_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
-_EXCHANGE_ROWS = 64
+_EXCHANGE_ROWS = 128
+_CHOICE_ROWS = 2048
 _WORD_BYTES = 8
 
 
@@ -33,13 +35,13 @@ def parallel() -> bool:
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """The sum of every rank's `x`, of the same shape and dtype; `x` may hold it afterwards."""
+    """The sum of every rank's `x`, of the same shape and dtype, in `x` or in memory that the next sum overwrites."""
     size = x.numel() * x.element_size()
-    one_shot = x.is_cuda and x.dtype in _ONE_SHOT_DTYPES and 0 < size <= _ONE_SHOT_BYTES and size % _ALIGNMENT == 0
-    if one_shot and (shared := _shared_memory(x.device)) is not None:
+    shareable = x.is_cuda and x.dtype in _SHARED_DTYPES and 0 < size <= _SHARED_BYTES and size % _ALIGNMENT == 0
+    if shareable and (shared := _shared_memory(x.device)) is not None:
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         place = shared[:size].view(x.dtype).view(x.shape)
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(place, x.contiguous(), "sum", group)
+        return torch.ops.symm_mem.two_shot_all_reduce_(place.copy_(x), "sum", group)
     x = x.contiguous()
     dist.all_reduce(x)
     return x
@@ -61,9 +63,10 @@ def sum_in_order(x: Tensor) -> Tensor:
 def exchange_of(rows: Tensor, width: int | None = None) -> Exchange | None:
     """Memory to exchange `width` numbers, D if None, for each of `rows [..., D]` with the other ranks inside a kernel;
     None where the rows are too many, or where devices cannot read each other. Every rank calls this at once."""
-    if not rows.is_cuda or not 0 < rows.numel() <= _EXCHANGE_ROWS * rows.shape[-1]:
+    most = _EXCHANGE_ROWS if width is None else _CHOICE_ROWS
+    if not rows.is_cuda or not 0 < rows.numel() <= most * rows.shape[-1]:
         return None
-    return _exchange(rows.device, width or rows.shape[-1])
+    return _exchange(rows.device, most, width or rows.shape[-1])
 
 
 def join_columns(part: Tensor) -> Tensor:
@@ -93,9 +96,9 @@ def from_rank_0(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @cache
-def _exchange(device: torch.device, width: int) -> Exchange | None:
+def _exchange(device: torch.device, rows: int, width: int) -> Exchange | None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    found = _symmetric(device, _WORD_BYTES * exchange_elements(ranks, _EXCHANGE_ROWS, width))
+    found = _symmetric(device, _WORD_BYTES * exchange_elements(ranks, rows, width))
     if found is None:
         return None
     memory, addresses = found
@@ -104,13 +107,13 @@ def _exchange(device: torch.device, width: int) -> Exchange | None:
     torch.cuda.synchronize(device)
     # No rank sends to memory that another has not zeroed yet.
     dist.barrier()
-    return Exchange(memory.view(torch.int64), offsets, rank, _EXCHANGE_ROWS, width)
+    return Exchange(memory.view(torch.int64), offsets, rank, rows, width)
 
 
 @cache
 def _shared_memory(device: torch.device) -> Tensor | None:
     """[bytes] uint8 that torch sums over, or None where devices cannot read each other. All ranks call this at once."""
-    found = _symmetric(device, _ONE_SHOT_BYTES)
+    found = _symmetric(device, _SHARED_BYTES)
     return None if found is None else found[0]
 
 

@@ -12,66 +12,65 @@ from algorithms.parallel import collectives
 from algorithms.parallel.collectives import exchange_of, sum_over_ranks
 
 
-class OnAGpu:
-    """Stands for a tensor of `count` numbers on a GPU."""
+class OnAGpu(torch.Tensor):
+    """Stands for a tensor on a GPU."""
 
-    is_cuda, device = True, "cuda:1"
-
-    def __init__(self, count: int, dtype: torch.dtype) -> None:
-        self.count, self.dtype, self.shape = count, dtype, (count,)
-
-    def numel(self) -> int:
-        return self.count
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-    def contiguous(self) -> OnAGpu:
-        return self
+    is_cuda, device = True, "cuda:1"  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
-    ("count", "dtype", "shared", "one_shot"),
+    ("count", "dtype", "shared", "in_memory"),
     [
         (8, torch.bfloat16, True, True),
         (4, torch.float32, True, True),
         (9, torch.bfloat16, True, False),  # 18 bytes
         (8, torch.float16, True, False),
         (0, torch.float32, True, False),
-        (1 << 18, torch.float32, True, True),
-        ((1 << 18) + 4, torch.float32, True, False),
+        (1 << 23, torch.float32, True, True),
+        ((1 << 23) + 4, torch.float32, True, False),
         (8, torch.bfloat16, False, False),
     ],
 )
-def test_small_aligned_sums_are_read_from_the_memory_of_others(
-    monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype, shared: bool, one_shot: bool
+def test_aligned_sums_go_through_the_memory_of_all(
+    monkeypatch: pytest.MonkeyPatch, count: int, dtype: torch.dtype, shared: bool, in_memory: bool
 ) -> None:
-    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    memory = torch.zeros(1 << 25, dtype=torch.uint8)
     reduced: list[Any] = []
     monkeypatch.setattr(collectives, "_shared_memory", lambda device: memory if shared and device == "cuda:1" else None)
     monkeypatch.setattr(collectives.dist, "all_reduce", reduced.append)
     monkeypatch.setattr(collectives.dist, "group", SimpleNamespace(WORLD=SimpleNamespace(group_name="all")))
-    ops = SimpleNamespace(one_shot_all_reduce_copy=lambda *given: given)
+    x = torch.arange(count).to(dtype).as_subclass(OnAGpu)
+
+    def two_shot(place: torch.Tensor, *how: str) -> torch.Tensor:
+        assert place.data_ptr() == memory.data_ptr() and torch.equal(place, torch.arange(count).to(dtype))
+        assert how == ("sum", "all")
+        return place.add_(1)
+
+    ops = SimpleNamespace(two_shot_all_reduce_=two_shot)
     monkeypatch.setattr(collectives.torch, "ops", SimpleNamespace(symm_mem=ops))
-    x: Any = OnAGpu(count, dtype)
-    found: Any = sum_over_ranks(x)
-    if one_shot:
-        place, *others = found
-        assert place.shape == (count,) and place.dtype == dtype and place.data_ptr() == memory.data_ptr()
-        assert others == [x, "sum", "all"] and not reduced
+    found = sum_over_ranks(x)
+    if in_memory:
+        assert not reduced and found.dtype == dtype and torch.equal(found, (torch.arange(count).to(dtype) + 1))
     else:
-        assert found is x and reduced == [x]
+        assert found is x and len(reduced) == 1 and reduced[0] is x
 
 
 @pytest.mark.parametrize(
     ("rows", "on_gpu", "width", "asked"),
-    [(1, True, None, 8), (64, True, None, 8), (64, True, 2, 2), (65, True, None, None), (3, False, None, None)],
+    [
+        (1, True, None, (128, 8)),
+        (128, True, None, (128, 8)),
+        (129, True, None, None),
+        (129, True, 2, (2048, 2)),
+        (2049, True, 2, None),
+        (3, False, None, None),
+    ],
 )
 def test_few_rows_are_exchanged_inside_a_kernel(
-    monkeypatch: pytest.MonkeyPatch, rows: int, on_gpu: bool, width: int | None, asked: int | None
+    monkeypatch: pytest.MonkeyPatch, rows: int, on_gpu: bool, width: int | None, asked: tuple[int, int] | None
 ) -> None:
-    monkeypatch.setattr(collectives, "_exchange", lambda device, width: (device, width))
+    monkeypatch.setattr(collectives, "_exchange", lambda device, *sizes: (device, *sizes))
     x: Any = SimpleNamespace(is_cuda=on_gpu, device="cuda:1", shape=(rows, 8), numel=lambda: 8 * rows)
-    assert exchange_of(x, width) == (None if asked is None else ("cuda:1", asked))
+    assert exchange_of(x, width) == (None if asked is None else ("cuda:1", *asked))
     x.numel = lambda: 0
     assert exchange_of(x, width) is None
