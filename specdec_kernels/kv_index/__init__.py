@@ -7,6 +7,7 @@ page * page_size + offset (PagedAttention, arXiv 2309.06180).
 from specdec_kernels.kv_index.api import (
     flash_attention_table,
     flashinfer_indices,
+    flashinfer_mask,
     level_slots,
     move_accepted,
     token_slots,
@@ -15,5 +16,5 @@ from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndi
 
 __all__ = [
     "FlashAttentionIndices", "FlashInferIndices", "LevelSlots", "flash_attention_table", "flashinfer_indices",
-    "level_slots", "move_accepted", "token_slots",
+    "flashinfer_mask", "level_slots", "move_accepted", "token_slots",
 ]  # fmt: skip

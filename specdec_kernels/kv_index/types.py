@@ -17,7 +17,7 @@ class FlashInferIndices(NamedTuple):
     """Paged-KV arrays in FlashInfer's layout."""
 
     indptr: Tensor  # [B + 1] int32: request b owns indices[indptr[b] : indptr[b + 1]]
-    indices: Tensor  # [B * P] int32 page ids, 0 after the last request
+    indices: Tensor  # [B * columns] int32 page ids, 0 after the last request and where no page is held
     last_page_len: Tensor  # [B] int32: tokens on the last page, 0 for an empty request
 
 
