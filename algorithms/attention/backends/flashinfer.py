@@ -86,7 +86,8 @@ class PlannedCall:
             return torch.zeros(count, dtype=torch.int32, device=workspace.device)
 
         batch, columns, shape = call[:3]
-        self._call, self._impl, self._filled = call, impl, None
+        self._call, self._impl = call, impl
+        self._filled: StepPlan | None = None
         self._pages = FlashInferIndices(numbers(batch + 1), numbers(batch * columns), numbers(batch))
         buffers = dict(
             qo_indptr_buf=numbers(batch + 1),
