@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.checks import expect_at_least, expect_contiguous, expect_shape, expect_tensors
-from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
+from specdec_kernels.kv_index.types import (
+    INT64_MAX,
+    FlashAttentionIndices,
+    FlashInferChunks,
+    FlashInferIndices,
+    LevelSlots,
+)
 from specdec_kernels.launch import dispatch
 
 
@@ -94,6 +100,32 @@ def flashinfer_indices(
         last_page_len=(out.last_page_len, (batch,), torch.int32),
     )
     dispatch("flashinfer_indices", __package__, impl, page_table)(page_table, lengths, page_size, columns, out)
+    return out
+
+
+def flashinfer_chunks(
+    keys: Tensor, most: int, out: FlashInferChunks, limit: int | None = None, impl: str = "auto"
+) -> FlashInferChunks:
+    """Chunks of equal size for requests of these lengths, of which the longest has at most `most`.
+
+    Args:
+        keys: [B] int64, at least 1.
+        most: chunks that each request has tiles for.
+        out: its `request` and `index` are given, the rest is written.
+        limit: keys that a tile sees at most, in a window.
+    """
+    expect_at_least("most", most, 1)
+    batch, tiles = len(keys), len(out.request)
+    expect_tensors(
+        keys=(keys, (batch,), torch.int64),
+        request=(out.request, (tiles,), torch.int32),
+        index=(out.index, (tiles,), torch.int32),
+        size=(out.size, (1,), torch.int32),
+        begins=(out.begins, (batch + 1,), torch.int32),
+        ends=(out.ends, (None,), torch.int32),
+        runs=(out.runs, (tiles,), torch.uint8),
+    )
+    dispatch("flashinfer_chunks", __package__, impl, keys)(keys, most, out, INT64_MAX if limit is None else limit)
     return out
 
 

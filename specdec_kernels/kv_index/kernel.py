@@ -11,10 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
+from specdec_kernels.kv_index.types import (
+    CHUNK_UNIT,
+    INT64_MAX,
+    FlashAttentionIndices,
+    FlashInferChunks,
+    FlashInferIndices,
+    LevelSlots,
+)
 from specdec_kernels.launch import CHIPS, current_chip, lanes, launch
-
-INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,40 @@ def _flat_pages_kernel(
     column = place - tl.load(out.indptr + row, mask=found, other=0)
     page = tl.load(table_ptr + row.to(tl.int64) * ROW_PAGES + column, mask=found & (column < ROW_PAGES), other=0)
     tl.store(out.indices + place, tl.maximum(page, 0), mask=in_out)
+
+
+@triton.jit(do_not_specialize=["batch", "tiles", "rows", "limit"])
+def _chunks_kernel(
+    keys_ptr,  # [B] int64
+    out,  # FlashInferChunks
+    batch,
+    tiles,
+    rows,
+    limit,
+    MOST: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.arange(0, BLOCK_B)
+    live = request < batch
+    keys = tl.minimum(tl.load(keys_ptr + request, mask=live, other=0), limit).to(tl.int32)
+    size = (tl.max(keys, 0) + MOST * UNIT - 1) // (MOST * UNIT) * UNIT
+    tl.store(out.size + request, size + request * 0, mask=request < 1)
+    chunks = (keys + size - 1) // size
+    end = rows * tl.cumsum(chunks, 0)
+    begin = end - rows * chunks
+    tl.store(out.begins + request, begin, mask=live)
+    tl.store(out.begins + request + 1, end, mask=request == batch - 1)
+    tl.store(out.ends + request, request * 0, mask=request < 1)
+    for row in range(1, rows + 1):
+        tl.store(out.ends + request * rows + row, begin + row * chunks, mask=live)
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        owner = tl.load(out.request + tile, mask=tile < tiles, other=-1)
+        held = tl.minimum(tl.load(keys_ptr + owner, mask=owner >= 0, other=0), limit).to(tl.int32)
+        runs = tl.load(out.index + tile, mask=tile < tiles, other=0) * size < held
+        tl.store(out.runs + tile, runs.to(tl.uint8), mask=tile < tiles)
 
 
 @triton.jit(do_not_specialize=["request_bytes", "nodes"])
@@ -333,6 +372,15 @@ def flashinfer_indices(
     launch(
         _flat_pages_kernel, (triton.cdiv(total, block),), page_table, lengths, out, batch, entries,
         num_warps=config.num_warps, ROW_PAGES=page_table.shape[1], COLUMNS=columns, PAGE_SIZE=page_size, BLOCK=block,
+    )  # fmt: skip
+
+
+def flashinfer_chunks(keys: torch.Tensor, most: int, out: FlashInferChunks, limit: int) -> None:
+    batch, tiles, config = len(keys), len(out.request), CONFIGS[current_chip(keys)]
+    launch(
+        _chunks_kernel, (1,), keys, out, batch, tiles, (len(out.ends) - 1) // batch, limit,
+        num_warps=config.num_warps, MOST=most, UNIT=CHUNK_UNIT, BLOCK_B=triton.next_power_of_2(batch),
+        BLOCK=lanes(tiles, config.flat_block),
     )  # fmt: skip
 
 

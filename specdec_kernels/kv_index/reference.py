@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
+from specdec_kernels.kv_index.types import (
+    CHUNK_UNIT,
+    FlashAttentionIndices,
+    FlashInferChunks,
+    FlashInferIndices,
+    LevelSlots,
+)
 
 
 def token_slots(page_table: Tensor, start: Tensor, counts: Tensor, width: int, page_size: int) -> Tensor:
@@ -37,6 +43,18 @@ def flashinfer_indices(
         column = (place - out.indptr[owner]).clamp(0, columns - 1)
         pages = torch.nn.functional.pad(page_table, (0, columns - row_pages)).clamp(min=0)
         out.indices.copy_(torch.where(row < batch, pages[owner, column], 0))
+
+
+def flashinfer_chunks(keys: Tensor, most: int, out: FlashInferChunks, limit: int) -> None:
+    seen = keys.clamp(max=limit)
+    unit = most * CHUNK_UNIT
+    size = (seen.max() + unit - 1) // unit * CHUNK_UNIT
+    chunks = (seen + size - 1) // size
+    rows = (len(out.ends) - 1) // len(keys)
+    out.size.fill_(size)
+    out.begins.copy_(torch.nn.functional.pad((rows * chunks).cumsum(0), (1, 0)))
+    out.ends.copy_(torch.nn.functional.pad(chunks[:, None].expand(-1, rows).reshape(-1).cumsum(0), (1, 0)))
+    out.runs.copy_((out.request >= 0) & (out.index < chunks[out.request.clamp(min=0)]))
 
 
 def flashinfer_mask(

@@ -5,10 +5,11 @@
                    no mask. A window over a tree or a block is part of the mask
     sinks          folded in by log-sum-exp: the generic paged kernels accept an argument of that name and ignore it
 
-A step's call is planned once for its shape, on the host and outside of graphs, and replayed for every length. `fa2`
-lays out partial results by the number of chunks of the actual keys, and merges by the number that was planned, so a
-plan of another length that splits keys is wrong. Steps are therefore planned without splits: such a plan depends on the
-rows alone. Page numbers, lengths and masks are in buffers of fixed address, which a forward fills before its layers.
+A step's call is planned once for its shape, on the host and outside of graphs, and replayed for every length. Page
+numbers, lengths and masks are in buffers of fixed address, which a forward fills before its layers. `fa2` lays out
+partial results by the number of chunks of the actual keys, and merges by the number that was planned, so a plan for
+other lengths is wrong. A forward therefore also writes the size of a chunk, the places of partial results and the tiles
+that run into the plan. A call that fills the chip is planned without chunks, and then depends on its rows alone.
 The kernel reads lengths before it waits for its predecessor, so programmatic dependent launch is off. All rows of a
 request take part, and those that are not in use are cleared later.
 
@@ -34,12 +35,48 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from specdec_kernels import AttentionMetadata, AttentionShape
+    from specdec_kernels import AttentionMetadata, AttentionShape, FlashInferChunks
 
 _HEAD_DIMS = (64, 128, 256)
 _LN_2 = math.log(2.0)
 _PLAN_BYTES = 1 << 20
 """Device memory of the plan of a step's call, whose size follows the number of rows and of multiprocessors."""
+_ANY_PAGES = 1 << 16
+"""Pages of a request that steps are planned for: enough for as many chunks as fill the chip."""
+
+
+class PlanLayout(NamedTuple):
+    """FlashInfer's `PrefillPlanInfo`: sizes, and offsets of arrays in the memory of a plan, in bytes."""
+
+    tiles: int
+    rows: int
+    rows_at: int
+    row_tile: int
+    request_at: int
+    row_tile_at: int
+    chunk_at: int
+    ends_at: int
+    begins_at: int
+    size_at: int
+    values_at: int
+    sums_at: int
+    runs_at: int
+    in_graphs: int
+    splits: int
+
+    def chunks(self, plan: Tensor, batch: int) -> FlashInferChunks:
+        """How keys are split, in the memory `plan`; the tiles' requests and chunks are copies."""
+        import torch
+
+        from specdec_kernels import FlashInferChunks
+
+        def numbers(at: int, count: int) -> Tensor:
+            return plan[at : at + 4 * count].view(torch.int32)
+
+        runs = plan[self.runs_at : self.runs_at + self.tiles]
+        request, index = (numbers(at, self.tiles).masked_fill(runs == 0, -1) for at in (self.request_at, self.chunk_at))
+        begins, ends = numbers(self.begins_at, batch + 1), numbers(self.ends_at, self.rows + 1)
+        return FlashInferChunks(request, index, numbers(self.size_at, 1), begins, ends, runs)
 
 
 class StepCall(NamedTuple):
@@ -102,27 +139,42 @@ class PlannedCall:
             buffers |= dict(custom_mask_buf=self._mask.view(-1), mask_indptr_buf=starts)
         kind = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
         self.wrapper = kind(workspace, "NHD", use_cuda_graph=True, backend="fa2", **buffers)
-        self.wrapper.reset_workspace_buffer(workspace, numbers(_PLAN_BYTES // 4).view(torch.uint8))
-        each = torch.arange(batch + 1, dtype=torch.int32)
+        memory = numbers(_PLAN_BYTES // 4).view(torch.uint8)
+        self.wrapper.reset_workspace_buffer(workspace, memory)
+        self._plan(splits=True)
+        layout = PlanLayout(*map(int, self.wrapper._plan_info))
+        self._chunks = layout.chunks(memory, batch)
+        self._limit = None if call.window is None else call.window - 1 + layout.row_tile
+        self._most = int(self._chunks.index.max()) + 1
+        if self._most == 1:
+            self._plan(splits=False)
+
+    def _plan(self, splits: bool) -> None:
+        import torch
+
+        call, shape = self._call, self._call.shape
+        each = torch.arange(call.batch + 1, dtype=torch.int32)
         self.wrapper.plan(
             qo_indptr=each * shape.num_nodes,
-            paged_kv_indptr=each,
+            paged_kv_indptr=each * _ANY_PAGES,
             paged_kv_indices=each[:0],
-            paged_kv_last_page_len=torch.ones(batch, dtype=torch.int32),
+            paged_kv_last_page_len=torch.ones(call.batch, dtype=torch.int32),
             causal=call.causal,
             window_left=-1 if call.window is None else call.window - 1,
-            disable_split_kv=True,
+            disable_split_kv=not splits,
             uniform_q_len=shape.num_nodes,
             **_sizes(shape, call.soft_cap, call.scale),
         )
 
     def fill(self, plan: StepPlan) -> None:
-        """Let the buffers hold pages, lengths and mask of `plan`."""
+        """Let the buffers hold pages, lengths, chunks and mask of `plan`."""
         if self._filled is plan:
             return
         self._filled, metadata, impl = plan, plan.metadata, self._impl
         page_size, columns = self._call.shape.page_size, self._call.columns
         kernels.flashinfer_indices(metadata.page_table, plan.keys, page_size, columns, self._pages, impl=impl)
+        if self._most > 1:
+            kernels.flashinfer_chunks(plan.keys, self._most, self._chunks, self._limit, impl=impl)
         if self._call.masked:
             kernels.flashinfer_mask(
                 _mask_words(metadata, self._call.shape.num_nodes),

@@ -98,6 +98,8 @@ SHAPES = {
     "tree_q_lens": ("tree", 9, (18, 0, 35), {"q_lens": (9, 0, 4)}),
     "tree_two_words": ("tree", 70, (20,), {"heads": (2, 1)}),
     "tree_page_1": ("tree", 9, (18, 3), {"page_size": 1}),
+    "chunks": ("chain", 3, (700, 5, 300), {"heads": (2, 1)}),
+    "tree_chunks": ("tree", 40, (513, 40), {"heads": (4, 1)}),
 }
 
 
