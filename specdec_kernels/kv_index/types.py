@@ -26,7 +26,7 @@ class FlashInferIndices(NamedTuple):
 
 
 class FlashInferChunks(NamedTuple):
-    """How FlashInfer's `fa2` kernel splits keys, as its plan holds it on the device. Tile t computes some rows of request
+    """How FlashInfer's `fa2` kernel splits keys, as its plan holds it on the device. Tile t computes rows of request
     `request[t]` over chunk `index[t]` of its keys; the chunks of a row are merged."""
 
     request: Tensor  # [tiles] int32, -1 of a tile that never runs
