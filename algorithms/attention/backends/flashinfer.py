@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends import packages
@@ -193,12 +193,10 @@ class FlashInferBackend(packages.PackageBackend):
     """See `Backend`."""
 
     name, package, module = "flashinfer", "flashinfer-python", "flashinfer"
-    capturable = True
 
     @dataclass
     class Config(Checked):
         GROUP = "backend."
-        capturable: ClassVar[bool] = True
         name: str = "flashinfer"
         kernel: Annotated[str, ("auto", "fa2", "fa3")] = "auto"
         """For prompts; `auto`: FlashInfer's choice. Steps take `fa2`."""

@@ -21,7 +21,7 @@ from algorithms.attention.backends.states import add_sinks, merge_states
 from specdec_kernels.attention import AttentionShape, paged_attention_with_lse, visible_keys
 from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.cases import Maker
-from tests.algorithms import fake_packages
+from tests.algorithms import fake_packages, tape
 
 KINDS = (FlashInferBackend, FlashAttention4)
 # Two roundings of outputs of order 1: the parts of a tree and their sum.
@@ -176,6 +176,21 @@ def test_flashinfer_plans_interleave(standins: None) -> None:
     agree(backend.run_with_lse(prompts[0], chain["q"], chain["kv"]), expected(chain))
     made = fake_packages.FakePrefillWrapper.made[-1]
     assert (made.backend, made.plans) == ("fa3", 3)
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree"])
+def test_flashinfer_replays_other_lengths(standins: None, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """A captured call follows the lengths and pages: more chunks than at capture, fewer, and other pages."""
+    tape.install(monkeypatch)
+    call, outs = inputs(mode, 9, (300, 300, 300), heads=(4, 1)), []
+    metadata, backend = call["metadata"], build(FlashInferBackend)
+    metadata.lengths.copy_(torch.tensor((200, 5, 40)))
+    captured = tape.Tape(lambda: outs.append(through(backend, call)))
+    for lengths in ((5, 290, 0), (300, 300, 300), (17, 0, 130)):
+        metadata.lengths.copy_(torch.tensor(lengths))
+        metadata.page_table.copy_(metadata.page_table.flip(0))
+        captured.replay()
+        agree(outs[-1], expected(call))
 
 
 @pytest.mark.parametrize("kind", KINDS)
