@@ -111,7 +111,7 @@ def flashinfer_chunks(
     Args:
         keys: [B] int64, at least 1.
         most: chunks that each request has tiles for.
-        out: its `request` and `index` are given, the rest is written.
+        out: its `request` and `chunk` are given, the rest is written.
         limit: keys that a tile sees at most, in a window.
     """
     expect_at_least("most", most, 1)
@@ -119,7 +119,7 @@ def flashinfer_chunks(
     expect_tensors(
         keys=(keys, (batch,), torch.int64),
         request=(out.request, (tiles,), torch.int32),
-        index=(out.index, (tiles,), torch.int32),
+        chunk=(out.chunk, (tiles,), torch.int32),
         size=(out.size, (1,), torch.int32),
         begins=(out.begins, (batch + 1,), torch.int32),
         ends=(out.ends, (None,), torch.int32),

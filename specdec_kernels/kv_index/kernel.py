@@ -200,7 +200,7 @@ def _chunks_kernel(
         tile = first + tl.arange(0, BLOCK)
         owner = tl.load(out.request + tile, mask=tile < tiles, other=-1)
         held = tl.minimum(tl.load(keys_ptr + owner, mask=owner >= 0, other=0), limit).to(tl.int32)
-        runs = tl.load(out.index + tile, mask=tile < tiles, other=0) * size < held
+        runs = tl.load(out.chunk + tile, mask=tile < tiles, other=0) * size < held
         tl.store(out.runs + tile, runs.to(tl.uint8), mask=tile < tiles)
 
 

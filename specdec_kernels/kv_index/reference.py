@@ -54,7 +54,7 @@ def flashinfer_chunks(keys: Tensor, most: int, out: FlashInferChunks, limit: int
     out.size.fill_(size)
     out.begins.copy_(torch.nn.functional.pad((rows * chunks).cumsum(0), (1, 0)))
     out.ends.copy_(torch.nn.functional.pad(chunks[:, None].expand(-1, rows).reshape(-1).cumsum(0), (1, 0)))
-    out.runs.copy_((out.request >= 0) & (out.index < chunks[out.request.clamp(min=0)]))
+    out.runs.copy_((out.request >= 0) & (out.chunk < chunks[out.request.clamp(min=0)]))
 
 
 def flashinfer_mask(

@@ -27,10 +27,10 @@ class FlashInferIndices(NamedTuple):
 
 class FlashInferChunks(NamedTuple):
     """How FlashInfer's `fa2` kernel splits keys, as its plan holds it on the device. Tile t computes rows of request
-    `request[t]` over chunk `index[t]` of its keys; the chunks of a row are merged."""
+    `request[t]` over chunk `chunk[t]` of its keys; the chunks of a row are merged."""
 
     request: Tensor  # [tiles] int32, -1 of a tile that never runs
-    index: Tensor  # [tiles] int32
+    chunk: Tensor  # [tiles] int32
     size: Tensor  # [1] int32: keys of a chunk
     begins: Tensor  # [B + 1] int32: first partial result of each request
     ends: Tensor  # [B * N + 1] int32: partial results of each row follow those of the row before

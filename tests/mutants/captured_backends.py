@@ -16,7 +16,7 @@ MUTANTS = (
     ),
     _flashinfer(
         "buffers_of_another_plan",
-        "if self._filled is {{plan -> not None}}:",
+        "{{        plan.planned.fill(plan)\n -> }}        out, flat = torch.empty_like(q), q.flatten(0, 1)",
         (f"{_FILE}::test_flashinfer_plans_interleave",),
         "a forward attends over the pages of the forward before",
     ),

@@ -74,9 +74,9 @@ class PlanLayout(NamedTuple):
             return plan[at : at + 4 * count].view(torch.int32)
 
         runs = plan[self.runs_at : self.runs_at + self.tiles]
-        request, index = (numbers(at, self.tiles).masked_fill(runs == 0, -1) for at in (self.request_at, self.chunk_at))
+        request, chunk = (numbers(at, self.tiles).masked_fill(runs == 0, -1) for at in (self.request_at, self.chunk_at))
         begins, ends = numbers(self.begins_at, batch + 1), numbers(self.ends_at, self.rows + 1)
-        return FlashInferChunks(request, index, numbers(self.size_at, 1), begins, ends, runs)
+        return FlashInferChunks(request, chunk, numbers(self.size_at, 1), begins, ends, runs)
 
 
 class StepCall(NamedTuple):
@@ -145,7 +145,7 @@ class PlannedCall:
         layout = PlanLayout(*map(int, self.wrapper._plan_info))
         self._chunks = layout.chunks(memory, batch)
         self._limit = None if call.window is None else call.window - 1 + layout.row_tile
-        self._most = int(self._chunks.index.max()) + 1
+        self._most = int(self._chunks.chunk.max()) + 1
         if self._most == 1:
             self._plan(splits=False)
 
