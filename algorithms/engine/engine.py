@@ -67,10 +67,10 @@ class Engine:
         Raises EngineError or ValueError if the backend cannot do what target, algorithm and settings need.
         """
         device, config = target.device, target.config
-        level = graph_level(settings.graph, device.type == "cuda", backend.capturable)
+        level = graph_level(settings.graph, device.type == "cuda")
         fused = runs_fused(settings, device.type == "cuda", target.dtype == torch.float32)
         check_tree(algorithm)
-        check_backend(backend, target, algorithm, settings, level, fused)
+        check_backend(backend, target, algorithm, settings, fused)
         adaptive = settings.adaptive and algorithm.num_nodes > 1
         if adaptive:
             check_adaptive(algorithm)
@@ -315,13 +315,9 @@ def check_adaptive(algorithm: Algorithm) -> None:
 
 
 def check_backend(
-    backend: Backend, target: Target, algorithm: Algorithm, settings: RuntimeSettings, level: str, fused: bool = False
+    backend: Backend, target: Target, algorithm: Algorithm, settings: RuntimeSettings, fused: bool = False
 ) -> None:
-    """Raise EngineError or ValueError where the backend cannot serve the target at this level of capture."""
-    if level != "none" and not backend.capturable:
-        raise EngineError(
-            f"backend={backend.name} reads lengths back in every step and cannot be captured, got graph={level}"
-        )
+    """Raise EngineError or ValueError where the backend cannot serve the target."""
     if settings.deterministic and not (fused and backend.deterministic):
         raise EngineError(
             f"deterministic: expected fused kernels and a backend built for it, got fused={fused} and "

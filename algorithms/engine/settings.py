@@ -88,11 +88,11 @@ class RuntimeSettings(Checked):
             )
 
 
-def graph_level(asked: str, on_gpu: bool, capturable: bool) -> str:
-    """How much of a step is captured. `auto` is all of it on a GPU, where the backend is `capturable`."""
+def graph_level(asked: str, on_gpu: bool) -> str:
+    """How much of a step is captured. `auto` is all of it on a GPU."""
     if asked != "auto":
         return asked
-    return "step" if on_gpu and capturable else "none"
+    return "step" if on_gpu else "none"
 
 
 def runs_fused(settings: RuntimeSettings, on_gpu: bool, is_float32: bool) -> bool:

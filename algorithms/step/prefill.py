@@ -20,7 +20,7 @@ class Prefiller:
         self._parts, self.prefills, self._recorder = parts, prefills, recorder
         self._longest = parts.state.page_table.shape[1] * parts.resources.page_size
         self._captured: dict[int, Captured] = {}
-        self._is_warm = parts.resources.device.type != "cuda" or not parts.resources.backend.capturable
+        self._is_warm = parts.resources.device.type != "cuda"
 
     def prepare(self) -> None:
         """Capture every size, or compile what it launches, unless done. No request may be running."""

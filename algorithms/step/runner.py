@@ -167,8 +167,7 @@ class StepRunner:
 
     def prepare(self, needs: SamplingNeeds) -> None:
         """Capture every bucket and size for `needs`, or compile their kernels, unless done; no request may run."""
-        resources = self._parts.resources
-        if self.recorder is None and resources.device.type == "cuda" and resources.backend.capturable:
+        if self.recorder is None and self._parts.resources.device.type == "cuda":
             self.compile(needs)
         missing = [variant for variant in self._variants(needs) if variant not in self._captured]
         if not missing:

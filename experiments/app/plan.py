@@ -57,7 +57,7 @@ class Plan:
     @property
     def graph(self) -> str:
         """How much of a step is captured."""
-        return graph_level(self.config.runtime.graph, self.hardware.can_capture, self.config.backend.capturable)
+        return graph_level(self.config.runtime.graph, self.hardware.can_capture)
 
     def kv_scales(self) -> KVScales | None:
         """This process's share of the factors of stored keys and values, which were checked before."""
@@ -195,12 +195,12 @@ def _check_drafters_named(config: RunConfig, methods: Mapping[str, Any]) -> None
 
 
 def _check_backend(config: RunConfig, chosen: Any, hardware: Hardware, asked: Sequence[tuple[str, Calls]]) -> None:
-    """Refuse a backend that cannot run here, be captured as asked, or serve the calls that are `asked`, each with the
-    setting that asks for it."""
+    """Refuse graphs that the device cannot capture, and a backend that cannot run here or serve the calls that are
+    `asked`, each with the setting that asks for it."""
     with user_errors(ValueError):
         backend = backends()[chosen.name](chosen, hardware.impl, config.runtime.deterministic)
         for level in config.task.graphs_of(config, hardware.can_capture):
-            check_capture(graph_level(level, hardware.can_capture, chosen.capturable), hardware, backend)
+            check_capture(graph_level(level, hardware.can_capture), hardware)
         dtype, device = getattr(torch, hardware.dtype), torch.device(hardware.device)
         page_size, kv_dtype = config.runtime.page_size, kv_dtype_of(config)
         for asker, calls in asked:
@@ -229,15 +229,7 @@ def _check_adaptive(config: RunConfig, methods: Mapping[str, Any]) -> None:
             raise UserError(f"runtime.adaptive=true: {label} samples its drafts ({', '.join(told)}), and {why}")
 
 
-def check_capture(level: str, hardware: Hardware, backend: Any) -> None:
-    """Refuse a level of capture that the device or the backend cannot have. Raises UserError."""
-    if level == "none":
-        return
-    if not hardware.can_capture:
+def check_capture(level: str, hardware: Hardware) -> None:
+    """Refuse a level of capture that the device cannot have. Raises UserError."""
+    if level != "none" and not hardware.can_capture:
         raise UserError(f"runtime.graph={level}: there are no CUDA graphs on the CPU\nuse runtime.graph=none")
-    if not backend.capturable:
-        able = ", ".join(name for name, kind in backends().items() if kind.Config().capturable)
-        raise UserError(
-            f"backend={backend.name} reads lengths back in every step and cannot be captured: use runtime.graph=none, "
-            f"or one of backend={able}"
-        )

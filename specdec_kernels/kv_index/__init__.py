@@ -6,14 +6,16 @@ page * page_size + offset (PagedAttention, arXiv 2309.06180).
 
 from specdec_kernels.kv_index.api import (
     flash_attention_table,
+    flashinfer_chunks,
     flashinfer_indices,
+    flashinfer_mask,
     level_slots,
     move_accepted,
     token_slots,
 )
-from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
+from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferChunks, FlashInferIndices, LevelSlots
 
 __all__ = [
-    "FlashAttentionIndices", "FlashInferIndices", "LevelSlots", "flash_attention_table", "flashinfer_indices",
-    "level_slots", "move_accepted", "token_slots",
+    "FlashAttentionIndices", "FlashInferChunks", "FlashInferIndices", "LevelSlots", "flash_attention_table",
+    "flashinfer_chunks", "flashinfer_indices", "flashinfer_mask", "level_slots", "move_accepted", "token_slots",
 ]  # fmt: skip

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.checks import expect_at_least, expect_contiguous, expect_shape, expect_tensors
-from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
+from specdec_kernels.kv_index.types import (
+    INT64_MAX,
+    FlashAttentionIndices,
+    FlashInferChunks,
+    FlashInferIndices,
+    LevelSlots,
+)
 from specdec_kernels.launch import dispatch
 
 
@@ -66,14 +72,106 @@ def level_slots(
     return build(page_table, lengths, active, levels, width, page_size, first)
 
 
-def flashinfer_indices(page_table: Tensor, lengths: Tensor, page_size: int, impl: str = "auto") -> FlashInferIndices:
+def flashinfer_indices(
+    page_table: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    columns: int | None = None,
+    out: FlashInferIndices | None = None,
+    impl: str = "auto",
+) -> FlashInferIndices:
     """Page ids of all requests, one request after another, as FlashInfer's paged wrappers take them.
 
     Args:
-        lengths: [B] int64 tokens held; counted as P * page_size where larger.
+        lengths: [B] int64 tokens held; counted as columns * page_size where larger.
+        columns: most pages of a request, default P. Past the table a request has page 0.
+        out: where the result is written, for calls in CUDA graphs.
     """
     _check_table(page_table, page_size, lengths=lengths)
-    return dispatch("flashinfer_indices", __package__, impl, page_table)(page_table, lengths, page_size)
+    batch, columns = len(page_table), page_table.shape[1] if columns is None else columns
+    expect_at_least("columns", columns, page_table.shape[1])
+    if out is None:
+        sizes = (batch + 1, batch * columns, batch)
+        out = FlashInferIndices(*(page_table.new_empty(size) for size in sizes))
+    expect_tensors(
+        {"page_table": page_table},
+        indptr=(out.indptr, (batch + 1,), torch.int32),
+        indices=(out.indices, (batch * columns,), torch.int32),
+        last_page_len=(out.last_page_len, (batch,), torch.int32),
+    )
+    dispatch("flashinfer_indices", __package__, impl, page_table)(page_table, lengths, page_size, columns, out)
+    return out
+
+
+def flashinfer_chunks(
+    keys: Tensor, most: int, out: FlashInferChunks, limit: int | None = None, impl: str = "auto"
+) -> FlashInferChunks:
+    """Chunks of equal size for requests of these lengths, of which the longest has at most `most`.
+
+    Args:
+        keys: [B] int64, at least 1.
+        most: chunks that each request has tiles for.
+        out: its `request` and `chunk` are given, the rest is written.
+        limit: keys that a tile sees at most, in a window.
+    """
+    expect_at_least("most", most, 1)
+    batch, tiles = len(keys), len(out.request)
+    expect_tensors(
+        keys=(keys, (batch,), torch.int64),
+        request=(out.request, (tiles,), torch.int32),
+        chunk=(out.chunk, (tiles,), torch.int32),
+        size=(out.size, (1,), torch.int32),
+        begins=(out.begins, (batch + 1,), torch.int32),
+        ends=(out.ends, (None,), torch.int32),
+        runs=(out.runs, (tiles,), torch.uint8),
+    )
+    dispatch("flashinfer_chunks", __package__, impl, keys)(keys, most, out, INT64_MAX if limit is None else limit)
+    return out
+
+
+def flashinfer_mask(
+    mask: Tensor,
+    lengths: Tensor,
+    keys: Tensor,
+    width: int,
+    *,
+    window: int | None = None,
+    depths: Tensor | None = None,
+    row_depths: Tensor | None = None,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Visibility of trees as FlashInfer's packed mask: bit row * keys + key of a request, the lowest bit of a byte
+    first. A row sees the prefix [0, L) and, of the draft, the slots of its mask.
+
+    Args:
+        mask: [B, N, W] int64 words; bit j of row i: the row sees slot L + j.
+        lengths: [B] int64, L.
+        keys: [B] int64, prefix and draft slots together, 1 to `width`.
+        width: bound on the keys of a request, which sizes the result.
+        window: a key is seen only if position of the row - position of the key < window.
+        depths: [B, M] int32 depth of each draft slot; default: its number.
+        row_depths: [B, N] int32 depth of each row; default: `depths`.
+        out: where the result is written, for calls in CUDA graphs.
+
+    Returns:
+        [B, ceil(N * width / 8)] uint8, zeros after a request's bits. Request b begins at a row of it.
+    """
+    batch, nodes, _ = mask.shape
+    shape = (batch, -(-nodes * width // 8))
+    out = mask.new_empty(shape, dtype=torch.uint8) if out is None else out
+    expect_at_least("width", width, 1)
+    expect_tensors(
+        mask=(mask, (batch, nodes, None), torch.int64),
+        lengths=(lengths, (batch,), torch.int64),
+        keys=(keys, (batch,), torch.int64),
+        depths=(depths, (batch, None), torch.int32),
+        row_depths=(row_depths, (batch, nodes), torch.int32),
+        out=(out, shape, torch.uint8),
+    )
+    rows = depths if row_depths is None else row_depths
+    dispatch("flashinfer_mask", __package__, impl, mask)(mask, lengths, keys, window, depths, rows, out)
+    return out
 
 
 def flash_attention_table(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.cases import Maker, case_of
+from specdec_kernels.kv_index.types import FlashInferChunks
 
 
 def _table(make: Maker, batch: int, row_pages: int, held: float = 1.0) -> Tensor:
@@ -50,6 +51,40 @@ def _lengths(make: Maker, batch: int, row_pages: int, page_size: int, **extra: A
     return dict(page_table=_table(make, batch, row_pages), lengths=lengths, page_size=page_size, **extra)
 
 
+def _chunked(
+    make: Maker, batch: int, row_tiles: int, most: int, rows: int, longest: int, limit: int | None = None
+) -> dict[str, Any]:
+    """Tiles of every chunk, then two that never run."""
+    tiles = [(b, index) for b in range(batch) for _ in range(row_tiles) for index in range(most)] + 2 * [(-1, 0)]
+    request, index = make.tensor(tiles, torch.int32).T.contiguous()
+    sizes = dict(size=1, begins=batch + 1, ends=batch * rows + 1)
+    written = {name: make.integers(-9, 0, size, dtype=torch.int32) for name, size in sizes.items()}
+    runs = make.integers(7, 9, len(tiles), dtype=torch.uint8)
+    keys = make.integers(1, longest + 1, batch)
+    return dict(keys=keys, most=most, out=FlashInferChunks(request, index, **written, runs=runs), limit=limit)
+
+
+def _packed(
+    make: Maker, batch: int, nodes: int, width: int, slots: int, window: int | None = None, depths: bool = False
+) -> dict[str, Any]:
+    """Prefixes of every length that the width holds, among them none, before `slots` draft slots."""
+    words = -(-slots // 64)
+    by_depth: dict[str, Any] = {}
+    if depths:
+        sizes = dict(depths=slots, row_depths=nodes)
+        by_depth = {name: make.integers(0, 5, batch, size, dtype=torch.int32) for name, size in sizes.items()}
+    lengths = make.integers(0, width - slots + 1, batch)
+    lengths[:1] = 0
+    return dict(
+        mask=make.integers(-(2**62), 2**62, batch, nodes, words),
+        lengths=lengths,
+        keys=lengths + slots,
+        width=width,
+        window=window,
+        **by_depth,
+    )
+
+
 def _move(
     make: Maker,
     batch: int,
@@ -87,6 +122,8 @@ def _overlap(make: Maker) -> dict[str, Any]:
 _slots_case = partial(case_of, "token_slots", _slots)
 _levels_case = partial(case_of, "level_slots", _levels)
 _flashinfer = partial(case_of, "flashinfer_indices", _lengths)
+_chunks_case = partial(case_of, "flashinfer_chunks", _chunked)
+_mask_case = partial(case_of, "flashinfer_mask", _packed)
 _table_case = partial(case_of, "flash_attention_table", _lengths)
 _move_case = partial(case_of, "move_accepted", _move)
 
@@ -111,6 +148,20 @@ CASES = (
     _flashinfer(
         "flashinfer_many", "carry between scanned blocks", gate=True, bench=True, batch=1500, row_pages=6,
         page_size=16,
+    ),
+    _flashinfer("flashinfer_columns", "a length beyond the table", batch=6, row_pages=3, page_size=4, columns=5),
+    _chunks_case("chunks_short", "one chunk each", batch=3, row_tiles=1, most=4, rows=1, longest=90),
+    _chunks_case(
+        "chunks_long", "requests of fewer chunks", gate=True, bench=True, batch=5, row_tiles=2, most=6, rows=9,
+        longest=4000,
+    ),
+    _chunks_case("chunks_window", "keys before a window", batch=4, row_tiles=1, most=2, rows=3, longest=900, limit=270),
+    _mask_case("mask_one_row", "a row of every length", batch=6, nodes=1, width=19, slots=1),
+    _mask_case("mask_tree", "rows off the bytes", gate=True, bench=True, batch=4, nodes=32, width=1056, slots=32),
+    _mask_case("mask_two_words", "slots of the second word", batch=3, nodes=9, width=200, slots=70),
+    _mask_case("mask_window", "a window by slot", batch=4, nodes=6, width=40, slots=6, window=5),
+    _mask_case(
+        "mask_depths", "a window by depth", gate=True, batch=4, nodes=6, width=40, slots=9, window=5, depths=True
     ),
     _table_case("table_no_pages", "P = 0", batch=2, row_pages=0, page_size=4),
     _table_case("table_edges", "page edges", gate=True, bench=True, batch=9, row_pages=5, page_size=16),

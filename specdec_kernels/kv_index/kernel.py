@@ -11,10 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
+from specdec_kernels.kv_index.types import (
+    CHUNK_UNIT,
+    INT64_MAX,
+    FlashAttentionIndices,
+    FlashInferChunks,
+    FlashInferIndices,
+    LevelSlots,
+)
 from specdec_kernels.launch import CHIPS, current_chip, lanes, launch
-
-INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -149,19 +154,90 @@ def _flat_pages_kernel(
     batch,
     entries,
     ROW_PAGES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = _held(lengths_ptr, place, place < batch, ROW_PAGES * PAGE_SIZE)
+    held = _held(lengths_ptr, place, place < batch, COLUMNS * PAGE_SIZE)
     last_page_len = tl.where(held > 0, (tl.maximum(held, 1) - 1) % PAGE_SIZE + 1, 0)
     tl.store(out.last_page_len + place, last_page_len.to(tl.int32), mask=place < batch)
     in_out = place < entries
     row = owning_row(out.indptr, place, batch, in_out)
     found = in_out & (row < batch)
     column = place - tl.load(out.indptr + row, mask=found, other=0)
-    page = tl.load(table_ptr + row.to(tl.int64) * ROW_PAGES + column, mask=found, other=0)
-    tl.store(out.indices + place, page, mask=in_out)
+    page = tl.load(table_ptr + row.to(tl.int64) * ROW_PAGES + column, mask=found & (column < ROW_PAGES), other=0)
+    tl.store(out.indices + place, tl.maximum(page, 0), mask=in_out)
+
+
+@triton.jit(do_not_specialize=["batch", "tiles", "rows", "limit"])
+def _chunks_kernel(
+    keys_ptr,  # [B] int64
+    out,  # FlashInferChunks
+    batch,
+    tiles,
+    rows,
+    limit,
+    MOST: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.arange(0, BLOCK_B)
+    live = request < batch
+    keys = tl.minimum(tl.load(keys_ptr + request, mask=live, other=0), limit).to(tl.int32)
+    size = (tl.max(keys, 0) + MOST * UNIT - 1) // (MOST * UNIT) * UNIT
+    tl.store(out.size + request, size + request * 0, mask=request < 1)
+    chunks = (keys + size - 1) // size
+    end = rows * tl.cumsum(chunks, 0)
+    begin = end - rows * chunks
+    tl.store(out.begins + request, begin, mask=live)
+    tl.store(out.begins + request + 1, end, mask=request == batch - 1)
+    tl.store(out.ends + request, request * 0, mask=request < 1)
+    for row in range(1, rows + 1):
+        tl.store(out.ends + request * rows + row, begin + row * chunks, mask=live)
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        owner = tl.load(out.request + tile, mask=tile < tiles, other=-1)
+        held = tl.minimum(tl.load(keys_ptr + owner, mask=owner >= 0, other=0), limit).to(tl.int32)
+        runs = tl.load(out.chunk + tile, mask=tile < tiles, other=0) * size < held
+        tl.store(out.runs + tile, runs.to(tl.uint8), mask=tile < tiles)
+
+
+@triton.jit(do_not_specialize=["request_bytes", "nodes"])
+def _packed_mask_kernel(
+    mask_ptr,  # [B, nodes, WORDS] int64
+    lengths_ptr,  # [B] int64
+    keys_ptr,  # [B] int64
+    depths_ptr,  # [B, SLOTS] int32, read if there is a window and SLOTS > 0
+    row_depths_ptr,  # [B, nodes] int32, the same
+    out_ptr,  # [B, request_bytes] uint8
+    request_bytes,
+    nodes,
+    WORDS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(1).to(tl.int64)
+    byte = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    length, keys = tl.load(lengths_ptr + request).to(tl.int32), tl.load(keys_ptr + request).to(tl.int32)
+    packed = tl.zeros([BLOCK], tl.int32)
+    for bit in tl.static_range(8):
+        row, slot = (byte * 8 + bit) // keys, (byte * 8 + bit) % keys - length
+        used = row < nodes
+        drafted = used & (slot >= 0) & (slot < 64 * WORDS)
+        word = tl.load(mask_ptr + (request * nodes + row) * WORDS + slot // 64, mask=drafted, other=0)
+        seen = used & ((slot < 0) | ((word >> (slot % 64)) & 1 != 0))
+        if WINDOW is not None:
+            at, key = row, slot
+            if SLOTS > 0:
+                at = tl.load(row_depths_ptr + request * nodes + row, mask=used, other=0)
+                by_depth = tl.load(depths_ptr + request * SLOTS + slot, mask=drafted & (slot < SLOTS), other=0)
+                key = tl.where(slot < 0, slot, by_depth)
+            seen = seen & (at - key < WINDOW)
+        packed = packed | (seen.to(tl.int32) << bit)
+    tl.store(out_ptr + request * request_bytes + byte, packed.to(tl.uint8), mask=byte < request_bytes)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -286,20 +362,45 @@ def level_slots(
     return found
 
 
-def flashinfer_indices(page_table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> FlashInferIndices:
-    batch, row_pages = page_table.shape
-    entries = batch * row_pages
-    out = FlashInferIndices(
-        *(torch.empty(n, dtype=torch.int32, device=page_table.device) for n in (batch + 1, entries, batch))
-    )
-    running_sums(lengths, out.indptr, limit=row_pages * page_size, unit=page_size)
+def flashinfer_indices(
+    page_table: torch.Tensor, lengths: torch.Tensor, page_size: int, columns: int, out: FlashInferIndices
+) -> None:
+    batch, entries = page_table.shape[0], out.indices.shape[0]
+    running_sums(lengths, out.indptr, limit=columns * page_size, unit=page_size)
     total, config = max(entries, batch), CONFIGS[current_chip(page_table)]
     block = lanes(total, config.flat_block)
     launch(
         _flat_pages_kernel, (triton.cdiv(total, block),), page_table, lengths, out, batch, entries,
-        num_warps=config.num_warps, ROW_PAGES=row_pages, PAGE_SIZE=page_size, BLOCK=block,
+        num_warps=config.num_warps, ROW_PAGES=page_table.shape[1], COLUMNS=columns, PAGE_SIZE=page_size, BLOCK=block,
     )  # fmt: skip
-    return out
+
+
+def flashinfer_chunks(keys: torch.Tensor, most: int, out: FlashInferChunks, limit: int) -> None:
+    batch, tiles, config = len(keys), len(out.request), CONFIGS[current_chip(keys)]
+    launch(
+        _chunks_kernel, (1,), keys, out, batch, tiles, (len(out.ends) - 1) // batch, limit,
+        num_warps=config.num_warps, MOST=most, UNIT=CHUNK_UNIT, BLOCK_B=triton.next_power_of_2(batch),
+        BLOCK=lanes(tiles, config.flat_block),
+    )  # fmt: skip
+
+
+def flashinfer_mask(
+    mask: torch.Tensor,
+    lengths: torch.Tensor,
+    keys: torch.Tensor,
+    window: int | None,
+    depths: torch.Tensor | None,
+    row_depths: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    (batch, nodes, words), request_bytes = mask.shape, out.shape[1]
+    config = CONFIGS[current_chip(mask)]
+    block = lanes(request_bytes, config.flat_block)
+    launch(
+        _packed_mask_kernel, (triton.cdiv(request_bytes, block), batch), mask, lengths, keys, depths, row_depths, out,
+        request_bytes, nodes, num_warps=config.num_warps, WORDS=words,
+        SLOTS=0 if depths is None else depths.shape[1], WINDOW=window, BLOCK=block,
+    )  # fmt: skip
 
 
 def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> FlashAttentionIndices:

@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from specdec_kernels.kv_index.types import FlashAttentionIndices, FlashInferIndices, LevelSlots
+from specdec_kernels.kv_index.types import (
+    CHUNK_UNIT,
+    FlashAttentionIndices,
+    FlashInferChunks,
+    FlashInferIndices,
+    LevelSlots,
+)
 
 
 def token_slots(page_table: Tensor, start: Tensor, counts: Tensor, width: int, page_size: int) -> Tensor:
@@ -22,22 +28,58 @@ def level_slots(
     return LevelSlots(torch.stack(slots) if slots else positions.clone(), positions.contiguous(), counts)
 
 
-def flashinfer_indices(page_table: Tensor, lengths: Tensor, page_size: int) -> FlashInferIndices:
+def flashinfer_indices(
+    page_table: Tensor, lengths: Tensor, page_size: int, columns: int, out: FlashInferIndices
+) -> None:
     batch, row_pages = page_table.shape
-    held = lengths.clamp(0, row_pages * page_size)
-    pages = (held + page_size - 1) // page_size
-    ends = pages.cumsum(0)
-    indptr = torch.cat([ends.new_zeros(1), ends])
-    place = torch.arange(batch * row_pages, device=page_table.device)
-    row = torch.searchsorted(ends, place, right=True)
-    if batch == 0 or row_pages == 0:
-        indices = torch.zeros_like(place)
-    else:
-        safe_row = row.clamp(max=batch - 1)
-        column = (place - indptr[safe_row]).clamp(0, row_pages - 1)
-        indices = torch.where(row < batch, page_table[safe_row, column].long(), 0)
-    last_page_len = torch.where(held > 0, (held - 1) % page_size + 1, 0)
-    return FlashInferIndices(indptr.int(), indices.int(), last_page_len.int())
+    held = lengths.clamp(0, columns * page_size)
+    ends = ((held + page_size - 1) // page_size).cumsum(0)
+    out.indptr.copy_(torch.nn.functional.pad(ends, (1, 0)))
+    out.last_page_len.copy_(torch.where(held > 0, (held - 1) % page_size + 1, 0))
+    if batch and columns:
+        place = torch.arange(batch * columns, device=page_table.device)
+        row = torch.searchsorted(ends, place, right=True)
+        owner = row.clamp(max=batch - 1)
+        column = (place - out.indptr[owner]).clamp(0, columns - 1)
+        pages = torch.nn.functional.pad(page_table, (0, columns - row_pages)).clamp(min=0)
+        out.indices.copy_(torch.where(row < batch, pages[owner, column], 0))
+
+
+def flashinfer_chunks(keys: Tensor, most: int, out: FlashInferChunks, limit: int) -> None:
+    seen = keys.clamp(max=limit)
+    unit = most * CHUNK_UNIT
+    size = (seen.max() + unit - 1) // unit * CHUNK_UNIT
+    chunks = (seen + size - 1) // size
+    rows = (len(out.ends) - 1) // len(keys)
+    out.size.fill_(size)
+    out.begins.copy_(torch.nn.functional.pad((rows * chunks).cumsum(0), (1, 0)))
+    out.ends.copy_(torch.nn.functional.pad(chunks[:, None].expand(-1, rows).reshape(-1).cumsum(0), (1, 0)))
+    out.runs.copy_((out.request >= 0) & (out.chunk < chunks[out.request.clamp(min=0)]))
+
+
+def flashinfer_mask(
+    mask: Tensor,
+    lengths: Tensor,
+    keys: Tensor,
+    window: int | None,
+    depths: Tensor | None,
+    row_depths: Tensor | None,
+    out: Tensor,
+) -> None:
+    batch, nodes, words = mask.shape
+    place = torch.arange(8 * out.shape[1], device=mask.device)
+    row, slot = place // keys[:, None], place % keys[:, None] - lengths[:, None]
+    inside = row.clamp(max=nodes - 1)
+    word = mask.flatten(1).gather(1, inside * words + slot.clamp(0, 64 * words - 1) // 64)
+    seen = (row < nodes) & ((slot < 0) | (slot < 64 * words) & (word >> slot % 64 & 1 != 0))
+    if window is not None:
+        at, key = inside, slot
+        if depths is not None and row_depths is not None:
+            at = row_depths.gather(1, inside)
+            key = torch.where(slot < 0, slot, depths.gather(1, slot.clamp(0, depths.shape[1] - 1)))
+        seen = seen & (at - key < window)
+    bit = torch.arange(8, device=mask.device)
+    out.copy_((seen.view(batch, -1, 8) << bit).sum(-1))
 
 
 def flash_attention_table(page_table: Tensor, lengths: Tensor, page_size: int) -> FlashAttentionIndices:

@@ -4,6 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+INT64_MAX = 2**63 - 1
+CHUNK_UNIT = 128
+"""Keys of which chunks are multiples."""
+
 
 class LevelSlots(NamedTuple):
     """Positions and KV slots of all levels of a draft."""
@@ -17,8 +21,20 @@ class FlashInferIndices(NamedTuple):
     """Paged-KV arrays in FlashInfer's layout."""
 
     indptr: Tensor  # [B + 1] int32: request b owns indices[indptr[b] : indptr[b + 1]]
-    indices: Tensor  # [B * P] int32 page ids, 0 after the last request
+    indices: Tensor  # [B * columns] int32 page ids, 0 after the last request and where no page is held
     last_page_len: Tensor  # [B] int32: tokens on the last page, 0 for an empty request
+
+
+class FlashInferChunks(NamedTuple):
+    """How FlashInfer's `fa2` kernel splits keys, as its plan holds it on the device. Tile t computes rows of request
+    `request[t]` over chunk `chunk[t]` of its keys; the chunks of a row are merged."""
+
+    request: Tensor  # [tiles] int32, -1 of a tile that never runs
+    chunk: Tensor  # [tiles] int32
+    size: Tensor  # [1] int32: keys of a chunk
+    begins: Tensor  # [B + 1] int32: first partial result of each request
+    ends: Tensor  # [B * N + 1] int32: partial results of each row follow those of the row before
+    runs: Tensor  # [tiles] uint8: whether the tile has keys
 
 
 class FlashAttentionIndices(NamedTuple):

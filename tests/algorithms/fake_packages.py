@@ -91,58 +91,173 @@ def windowed(rows: int, keys: int, causal: bool, left: int | None, right: int | 
 
 class FakePrefillWrapper:
     """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`. Like the real one it keeps only the last plan, and the kernel
-    that the first plan chose."""
+    that the first plan chose. With `use_cuda_graph` its launches read lengths, pages and masks in the buffers that it
+    was given, and how keys are split in the memory of its plan, as they are when a launch runs."""
 
     made: list[FakePrefillWrapper] = []
+    BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = bind(FLASHINFER_INIT, *args, **kwargs)
         assert given["float_workspace_buffer"].dtype == torch.uint8 and given["kv_layout"] == "NHD"
         assert given["backend"] in ("auto", "fa2", "fa3")
-        self.backend, self.plans = given["backend"], 0
+        self.backend, self.plans, self.in_graphs = given["backend"], 0, bool(given.get("use_cuda_graph"))
+        self.buffers: list[torch.Tensor] = []
+        self.packed, self.starts = given.get("custom_mask_buf"), given.get("mask_indptr_buf")
+        if self.in_graphs:
+            assert self.backend == "fa2", "fa3 plans the lengths of requests"
+            self.buffers = [given[name] for name in self.BUFFERS]
+            self.fixed_batch = len(self.buffers[0]) - 1
+        if self.packed is not None:
+            assert self.packed.dtype == torch.uint8
+            int32("mask_indptr_buf", self.starts, self.fixed_batch + 1)
         self.made.append(self)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
+        self.memory = int_workspace_buffer
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         p = bind(FLASHINFER_PLAN, *args, **kwargs)
-        batch = len(p["qo_indptr"]) - 1
-        int32("qo_indptr", p["qo_indptr"], batch + 1)
-        int32("paged_kv_indptr", p["paged_kv_indptr"], batch + 1)
-        int32("paged_kv_last_page_len", p["paged_kv_last_page_len"], batch)
-        int32("paged_kv_indices", p["paged_kv_indices"], len(p["paged_kv_indices"]))
-        assert p["paged_kv_indptr"][-1] <= len(p["paged_kv_indices"])
-        pages = p["paged_kv_indptr"].diff()
-        last = p["paged_kv_last_page_len"]
-        assert bool((pages >= 1).all()) and bool(((last >= 1) & (last <= p["page_size"])).all())
+        assert not tape.recording(), "plan works on the host"
+        given = [p[name.removesuffix("_buf")] for name in self.BUFFERS]
+        batch = len(given[0]) - 1
+        for name, values, size in zip(self.BUFFERS, given, (batch + 1, batch + 1, len(given[2]), batch), strict=True):
+            int32(name, values, size)
         if self.backend == "auto":
-            self.backend = "fa2" if p.get("custom_mask") is not None else "fa3"
-        keys, rows = (pages - 1) * p["page_size"] + last, p["qo_indptr"].diff()
-        if p.get("custom_mask") is not None:
-            assert self.backend == "fa2", "fa3 takes no mask"
-            assert p["custom_mask"].dtype == torch.bool and p["custom_mask"].shape == (int((rows * keys).sum()),)
-        self.planned, self.keys, self.rows = p, keys.tolist(), rows.tolist()
+            self.backend = "fa3"
+        assert p.get("custom_mask") is None and p.get("packed_custom_mask") is None
+        self.planned, self.rows = p, given[0].diff().tolist()
+        self.planned_keys = self._keys(given)
+        if self.in_graphs:
+            assert batch == self.fixed_batch and len(given[2]) <= len(self.buffers[2])
+            assert set(self.rows) == {p["uniform_q_len"]}
+            for buffer, values in zip(self.buffers, given, strict=True):
+                buffer[: len(values)].copy_(values)
+            self._split(given[1].diff().tolist())
+        else:
+            assert given[1][-1] <= len(given[2])
+            self.buffers = given
         self.plans += 1
 
-    def run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         given, p = bind(FLASHINFER_RUN, *args, **kwargs), self.planned
         q, (keys, values) = given["q"], given["paged_kv_cache"]
         assert q.dtype == p["q_data_type"] and keys.dtype == p["kv_data_type"] and keys.stride() == values.stride()
         assert q.shape == (sum(self.rows), p["num_qo_heads"], p["head_dim_qk"])
-        assert keys.shape[1:] == (p["page_size"], p["num_kv_heads"], p["head_dim_qk"]) and given["return_lse"]
-        out, lse, row, bit = [], [], 0, 0
-        for request, (rows, count) in enumerate(zip(self.rows, self.keys, strict=True)):
-            start, end = p["paged_kv_indptr"][request : request + 2].tolist()
-            pages = p["paged_kv_indices"][start:end].long()
-            stored = [half[pages].flatten(0, 1)[:count] for half in (keys, values)]
-            if p.get("custom_mask") is not None:
-                seen = p["custom_mask"][bit : bit + rows * count].view(rows, count)
-                assert p["window_left"] < 0
-            else:
-                seen = windowed(rows, count, p["causal"], p["window_left"], None)
+        assert keys.shape[1:] == (p["page_size"], p["num_kv_heads"], p["head_dim_qk"])
+        assert not self.in_graphs or given["enable_pdl"] is False, "lengths are read before the kernel waits"
+        out, lse = given.get("out"), q.new_empty(q.shape[:2], dtype=torch.float32)
+        out = torch.empty_like(q) if out is None else out
+        assert out.shape == q.shape and out.is_contiguous()
+        tape.device_work(partial(self._kernel, q, keys, values, out, lse))
+        return (out, lse) if given["return_lse"] else out
+
+    def _keys(self, arrays: list[torch.Tensor]) -> list[int]:
+        """Keys of each request."""
+        pages, last, page_size = arrays[1].diff(), arrays[3], self.planned["page_size"]
+        assert bool((pages >= 1).all()) and bool(((last >= 1) & (last <= page_size)).all())
+        return ((pages - 1) * page_size + last).tolist()
+
+    def _split(self, pages: list[int]) -> None:
+        """Divide keys of the planned `pages` for a chip of 132 multiprocessors, and write that into the plan's memory,
+        as `PrefillPlan` in `scheduler.cuh` does."""
+        p, batch = self.planned, len(self.rows)
+        packed = self.rows[0] * (p["num_qo_heads"] // p["num_kv_heads"])
+        self.row_tile, room = 128 if packed > 64 else 64 if packed > 16 else 16, 264 // p["num_kv_heads"]
+        row_tiles, chunk = -(-packed // self.row_tile), max(128 // p["page_size"], 1)
+        if p["window_left"] >= 0:
+            pages = [min(count, -(-(p["window_left"] + self.row_tile) // p["page_size"])) for count in pages]
+        while batch * row_tiles * -(-max(pages) // chunk) > room and chunk < max(pages):
+            chunk += 1
+        most = 1 if p["disable_split_kv"] else -(-max(pages) // chunk)
+        tiles = [(r, t, c) for r in range(batch) for t in range(row_tiles) for c in range(most)]
+        size = max(room, len(tiles))
+        padding = (size - len(tiles)) * [(-77, -77, -77)]
+        columns = list(zip(*(tiles + padding), strict=True))
+        arrays = dict(request=columns[0], row_tile=columns[1], chunk=columns[2])
+        arrays |= dict(
+            begins=[r * self.rows[0] * most for r in range(batch + 1)], size=[chunk * p["page_size"]],
+            ends=[row * most for row in range(sum(self.rows) + 1)],
+        )  # fmt: skip
+        at, self.plan_arrays, places = 0, {}, {}
+        for name, values in arrays.items():
+            places[name], view = at, self.memory[at : at + 4 * len(values)].view(torch.int32)
+            view.copy_(torch.tensor(values))
+            self.plan_arrays[name], at = view, at + -(-len(values) // 4) * 16
+        self.plan_arrays["runs"] = self.memory[at : at + size]
+        self.plan_arrays["runs"].copy_(torch.arange(size) < len(tiles))
+        offsets = [places[name] for name in ("request", "row_tile", "chunk", "ends", "begins", "size")]
+        self._plan_info = [
+            size,
+            sum(self.rows),
+            0,
+            self.row_tile,
+            *offsets,
+            0,
+            0,
+            at,
+            1,
+            int(not p["disable_split_kv"]),
+        ]
+
+    def _stored(self, request: int, count: int, pools: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        starts = self.buffers[1].tolist()
+        pages = self.buffers[2][starts[request] : starts[request + 1]].long()
+        assert bool(((pages >= 0) & (pages < len(pools[0]))).all()), "a page that does not exist"
+        return [half[pages].flatten(0, 1)[:count] for half in pools]
+
+    def _seen(self, request: int, count: int) -> torch.Tensor:
+        rows, p = self.rows[request], self.planned
+        if self.packed is None:
+            return windowed(rows, count, p["causal"], p["window_left"], None)
+        assert p["window_left"] < 0
+        bits = self.packed[self.starts[request] :][: -(-rows * count // 8)]
+        return (bits[:, None] >> torch.arange(8) & 1).flatten()[: rows * count].view(rows, count).bool()
+
+    def _kernel(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *results: torch.Tensor) -> None:
+        """What a launch computes, from the plan and the buffers as they are when it runs."""
+        p, counts, row = self.planned, self._keys(self.buffers), 0
+        if self.in_graphs and not p["disable_split_kv"]:
+            return self._chunked_kernel(q, (keys, values), counts, *results)
+        for request, (rows, count) in enumerate(zip(self.rows, counts, strict=True)):
+            seen, stored = self._seen(request, count), self._stored(request, count, (keys, values))
             one = attend(q[row : row + rows], *stored, seen, p["sm_scale"], p["logits_soft_cap"] or 0.0)
-            out.append(one[0])
-            lse.append(one[1])
-            row, bit = row + rows, bit + rows * count
-        return torch.cat(out).to(q.dtype), torch.cat(lse).float() / math.log(2.0)
+            results[0][row : row + rows] = one[0].to(q.dtype)
+            results[1][row : row + rows] = one[1].float() / math.log(2.0)
+            row += rows
+
+    def _chunked_kernel(self, q: torch.Tensor, pools: Any, counts: list[int], *results: torch.Tensor) -> None:
+        """Partial results are laid out by the number of chunks of the actual keys, and merged as planned."""
+        p, plan, rows = self.planned, {k: v.tolist() for k, v in self.plan_arrays.items()}, self.rows[0]
+        group, (size,) = p["num_qo_heads"] // p["num_kv_heads"], plan["size"]
+        partial_rows = 2 * len(plan["runs"]) * self.row_tile
+        out = q.new_full((partial_rows, *q.shape[1:]), math.nan, dtype=torch.float64)
+        lse = out.new_full(out.shape[:2], math.nan)
+        for runs, request, row_tile, chunk in zip(
+            plan["runs"], plan["request"], plan["row_tile"], plan["chunk"], strict=True
+        ):
+            if not runs:
+                continue
+            count, window = counts[request], p["window_left"] if p["window_left"] >= 0 else counts[request]
+            chunks = -(-min(max(count, 1), window + self.row_tile) // size)
+            first = max(count + row_tile * self.row_tile // group - rows - window, 0)
+            begin, end = (min(first + number * size, count) for number in (chunk, chunk + 1))
+            part, stored = q[request * rows : (request + 1) * rows], self._stored(request, count, pools)
+            seen = self._seen(request, count)[:, begin:end]
+            found = attend(
+                part, *(half[begin:end] for half in stored), seen, p["sm_scale"], p["logits_soft_cap"] or 0.0
+            )
+            for packed in range(row_tile * self.row_tile, min((row_tile + 1) * self.row_tile, rows * group)):
+                row, heads = packed // group, slice(packed % group, None, group)
+                place = plan["begins"][request] + row * chunks + chunk
+                out[place, heads], lse[place, heads] = found[0][row, heads], found[1][row, heads]
+        for row in range(len(q)):
+            sets = slice(plan["ends"][row], plan["ends"][row + 1])
+            whole = lse[sets].logsumexp(0)
+            weights = torch.exp(lse[sets] - torch.where(whole.isinf(), 0.0, whole))
+            results[0][row] = (weights[..., None] * out[sets]).sum(0).to(q.dtype)
+            results[1][row] = whole.float() / math.log(2.0)
 
 
 def fake_flash_attn_varlen_func(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,6 +304,7 @@ def take_float32(monkeypatch: Any) -> None:
     """Let the stand-ins serve models in float32, of which every token can be compared, with heads of 16."""
     monkeypatch.setattr("tests.algorithms.fake_packages.DTYPES", (torch.float32,))
     monkeypatch.setattr(packages, "half_precision_only", lambda shape: None)
+    monkeypatch.setattr("algorithms.attention.backends.flashinfer._HEAD_DIMS", (16,))
 
 
 def install(monkeypatch: Any) -> None:

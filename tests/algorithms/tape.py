@@ -25,6 +25,10 @@ def device_work(work: Callable[[], None]) -> None:
         _tape.done.append(work)
 
 
+def recording() -> bool:
+    return _tape is not None
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 

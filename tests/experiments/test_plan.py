@@ -12,8 +12,7 @@ import pytest
 
 from experiments.app.compose import build_config, register
 from experiments.app.errors import UserError
-from experiments.app.hardware import Hardware
-from experiments.app.plan import Plan, check_capture, resolve
+from experiments.app.plan import Plan, resolve
 from experiments.app.schema import CONFIG_FOLDER
 from tests.algorithms.tiny_folders import edit_json
 
@@ -43,17 +42,6 @@ def refusal(*overrides: str) -> str:
     with pytest.raises(UserError) as caught:
         check(*overrides)
     return str(caught.value)
-
-
-def test_a_backend_that_cannot_be_captured_is_told_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from algorithms.attention.backends.torch import TorchBackend
-
-    backend = TorchBackend(TorchBackend.Config(), "reference")
-    monkeypatch.setattr(backend, "capturable", False, raising=False)
-    hardware = Hardware("cuda", "bfloat16", "triton", "triton")
-    with pytest.raises(UserError) as caught:
-        check_capture("step", hardware, backend)
-    assert "backend=torch" in str(caught.value) and "use runtime.graph=none, or one of backend=fa4" in str(caught.value)
 
 
 TINY = CONFIG_FOLDER.parent / "assets" / "tiny"

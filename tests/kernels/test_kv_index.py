@@ -55,7 +55,7 @@ def test_backend_indices(impl: str, table: tuple[list[list[int]], int], data: st
     row_pages = len(rows[0]) if rows else 1
     lengths = [data.draw(st.integers(0, row_pages * page_size)) for _ in rows]
     used = [row[: -(-length // page_size)] for row, length in zip(rows, lengths, strict=True)]
-    flat = [page for pages in used for page in pages]
+    flat = [max(page, 0) for pages in used for page in pages]
 
     found = flashinfer_indices(as_table(rows), as_ints(lengths), page_size, impl=impl)
     assert found.indices.tolist() == flat + [0] * (len(rows) * row_pages - len(flat))

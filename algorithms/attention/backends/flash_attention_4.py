@@ -42,7 +42,6 @@ class FlashAttention4(packages.PackageBackend):
     """See `Backend`. Configurations reach it through `backend.dispatch` of `fa4`."""
 
     name, package, module = "flash_attention_4", "flash-attn-4", "flash_attn.cute"
-    capturable = True
 
     def __init__(self, impl: str = "auto") -> None:
         """`impl` is for the project's own kernels: index arrays, and the draft part of a tree."""

@@ -65,19 +65,12 @@ class HybridBackend(Backend):
         def side_of(self, phase: str) -> str:
             return {"prefill": "prefill", "decode": "decode", "verify": self.verify, "draft": self.draft}[phase]
 
-        @property
-        def capturable(self) -> bool:
-            """Prompts need not be captured."""
-            named = {getattr(self, self.side_of(phase)) for phase in ("decode", "verify", "draft")}
-            return all(getattr(self, name).capturable for name in named)
-
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         kinds = {name: SINGLE[name] for name in (config.prefill, config.decode)}
         built: dict[str, Backend] = {
             name: kind(getattr(config, name), impl, deterministic) for name, kind in kinds.items()
         }
-        self.capturable, self.deterministic = config.capturable, deterministic
-        self._config = config
+        self._config, self.deterministic = config, deterministic
         self._sides = {side: built[getattr(config, side)] for side in SIDES}
         self.captures_prompts = self._sides["prefill"].captures_prompts
 

@@ -49,16 +49,15 @@ class BackendError(ValueError):
 class Backend(Protocol):
     """Computes attention of new tokens over [committed prefix; new tokens], whose KV is already stored.
 
-    A class has a `Config` dataclass with the property `capturable` and is built as `cls(config, impl, deterministic)`;
-    the constructor raises `BackendError` where the backend cannot run, or cannot be `deterministic`: give a row the
-    same bits in every phase but `draft`, regardless of the rest of the batch. An instance serves one stream of calls.
+    A class has a `Config` dataclass and is built as `cls(config, impl, deterministic)`; the constructor raises
+    `BackendError` where the backend cannot run, or cannot be `deterministic`: give a row the same bits in every phase
+    but `draft`, regardless of the rest of the batch. An instance serves one stream of calls. Steps are captured in CUDA
+    graphs, after a warm-up that has made each call once, so `plan` and `run` read nothing back.
     """
 
     name: str
-    capturable: bool
-    """Whether `plan` and `run` can be captured in a CUDA graph: they read nothing back."""
     captures_prompts: bool = False
-    """Whether prompts are captured too."""
+    """Whether prompts are captured too; elsewhere their `plan` may read lengths back."""
     deterministic: bool = False
     """Whether it was constructed so."""
     served: dict[str, str]

@@ -7,7 +7,7 @@ the arithmetic to torch. Soft caps and sinks, which `scaled_dot_product_attentio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError, LayerInputs, Reason
 
@@ -34,12 +34,10 @@ class TorchBackend(Backend):
     """Dense gather and `F.scaled_dot_product_attention` with a boolean mask."""
 
     name = "torch"
-    capturable = True
     # `captures_prompts` is off: captured, every tile would gather keys up to the longest context.
 
     @dataclass
     class Config:
-        capturable: ClassVar[bool] = True
         name: str = "torch"
 
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:

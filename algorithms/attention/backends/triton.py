@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends.flash_attention_4 import FlashAttention4, FlashAttentionPlan
@@ -31,13 +31,11 @@ class TritonBackend(Backend):
     """Online softmax in base 2, packed GQA rows, split-KV; see `specdec_kernels.attention`."""
 
     name = "fa4"
-    capturable = True
     captures_prompts = True
 
     @dataclass
     class Config(Checked):
         GROUP = "backend."
-        capturable: ClassVar[bool] = True
         name: str = "fa4"
         split_tokens: Annotated[int | None, Between(16)] = None
         """Fewest KV tokens per split; None takes the static table's value for the chip."""

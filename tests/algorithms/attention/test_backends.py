@@ -183,24 +183,17 @@ def test_a_backend_that_cannot_run_here_is_refused_when_built(name: str, options
         build(name, **options)
 
 
-def test_graphs_need_a_backend_that_reads_nothing_back(standins: None) -> None:
+def test_prompts_are_captured_where_their_backend_reads_nothing_back(standins: None) -> None:
     kinds = backends()
-    mixed = kinds["fa4"].Config(dispatch="auto")
-    for config, steps, prompts in (
-        (kinds["fa4"].Config(), True, True),
-        (mixed, True, True),
-        (kinds["fa4"].Config(dispatch="flash_attention_4"), True, True),
-        (kinds["torch"].Config(), True, False),
-        (kinds["flashinfer"].Config(), False, False),
-        (kinds["hybrid"].Config(prefill="fa4", decode="torch"), True, True),
-        (kinds["hybrid"].Config(fa4=mixed, prefill="fa4", decode="torch"), True, True),
-        (kinds["hybrid"].Config(prefill="flashinfer", decode="fa4"), True, False),
-        (kinds["hybrid"].Config(prefill="flashinfer", decode="fa4", verify="prefill"), False, False),
-        (kinds["hybrid"].Config(prefill="fa4", decode="flashinfer"), False, True),
+    for config, prompts in (
+        (kinds["fa4"].Config(), True),
+        (kinds["fa4"].Config(dispatch="flash_attention_4"), True),
+        (kinds["torch"].Config(), False),
+        (kinds["flashinfer"].Config(), False),
+        (kinds["hybrid"].Config(prefill="fa4", decode="torch"), True),
+        (kinds["hybrid"].Config(prefill="flashinfer", decode="fa4"), False),
     ):
-        built = kinds[config.name](config, "reference")
-        assert config.capturable == built.capturable == steps and built.captures_prompts == prompts
-    assert [name for name, kind in kinds.items() if kind.Config().capturable] == ["fa4", "hybrid", "torch"]
+        assert kinds[config.name](config, "reference").captures_prompts == prompts
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ PACKAGE = dict(dispatch="flash_attention_4")
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
     "triton": ("fa4", {}),
     "package": ("fa4", PACKAGE),
+    "flashinfer": ("flashinfer", {}),
     "torch": ("torch", {}),
 }
-NAMES = ("fa4", "torch")
+NAMES = ("fa4", "flashinfer", "torch")
 PAIRS = {
     f"{prefill}+{decode}": ("hybrid", dict(prefill=prefill, decode=decode))
     for prefill, decode in product(NAMES, NAMES)

@@ -21,7 +21,7 @@ from algorithms.attention.backends.states import add_sinks, merge_states
 from specdec_kernels.attention import AttentionShape, paged_attention_with_lse, visible_keys
 from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.cases import Maker
-from tests.algorithms import fake_packages
+from tests.algorithms import fake_packages, tape
 
 KINDS = (FlashInferBackend, FlashAttention4)
 # Two roundings of outputs of order 1: the parts of a tree and their sum.
@@ -98,6 +98,8 @@ SHAPES = {
     "tree_q_lens": ("tree", 9, (18, 0, 35), {"q_lens": (9, 0, 4)}),
     "tree_two_words": ("tree", 70, (20,), {"heads": (2, 1)}),
     "tree_page_1": ("tree", 9, (18, 3), {"page_size": 1}),
+    "chunks": ("chain", 3, (700, 5, 300), {"heads": (2, 1)}),
+    "tree_chunks": ("tree", 40, (513, 40), {"heads": (4, 1)}),
 }
 
 
@@ -161,19 +163,34 @@ def test_flashinfer_rows_anywhere_in_a_tree(standins: None, rows: int) -> None:
 
 
 def test_flashinfer_plans_interleave(standins: None) -> None:
-    """A plan that another overwrote is made again; masked calls, others and prompts do not share an object."""
+    """A step's call is planned once for all lengths, and its buffers are filled again after another plan has used them;
+    prompts are planned again."""
     chain, tree = inputs("chain", 3, (12,)), inputs("tree", 4, (9,))
     backend, shorter = build(FlashInferBackend), changed(chain, lengths=chain["metadata"].lengths - 2)
     first, second, third = (plan(backend, arguments) for arguments in (chain, tree, shorter))
     for arguments, planned in ((chain, first), (tree, second), (chain, first)):
         agree(backend.run_with_lse(planned, arguments["q"], arguments["kv"]), expected(arguments))
-    unmasked, masked = fake_packages.FakePrefillWrapper.made
-    assert (unmasked.backend, masked.backend) == ("fa2", "fa2")
-    assert (unmasked.plans, masked.plans) == (3, 1)
+    assert [(made.backend, made.plans) for made in fake_packages.FakePrefillWrapper.made] == [("fa2", 1), ("fa2", 1)]
     assert third is not first
-    prompt = plan(backend, chain, "prefill")
-    agree(backend.run_with_lse(prompt, chain["q"], chain["kv"]), expected(chain))
-    assert fake_packages.FakePrefillWrapper.made[-1].backend == "fa3"
+    prompts = [plan(backend, arguments, "prefill") for arguments in (chain, shorter)]
+    agree(backend.run_with_lse(prompts[0], chain["q"], chain["kv"]), expected(chain))
+    made = fake_packages.FakePrefillWrapper.made[-1]
+    assert (made.backend, made.plans) == ("fa3", 3)
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree"])
+def test_flashinfer_replays_other_lengths(standins: None, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """A captured call follows the lengths and pages: more chunks than at capture, fewer, and other pages."""
+    tape.install(monkeypatch)
+    call, outs = inputs(mode, 9, (300, 300, 300), heads=(4, 1)), []
+    metadata, backend = call["metadata"], build(FlashInferBackend)
+    metadata.lengths.copy_(torch.tensor((200, 5, 40)))
+    captured = tape.Tape(lambda: outs.append(through(backend, call)))
+    for lengths in ((5, 290, 0), (300, 300, 300), (17, 0, 130)):
+        metadata.lengths.copy_(torch.tensor(lengths))
+        metadata.page_table.copy_(metadata.page_table.flip(0))
+        captured.replay()
+        agree(outs[-1], expected(call))
 
 
 @pytest.mark.parametrize("kind", KINDS)

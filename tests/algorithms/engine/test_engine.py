@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from algorithms.attention.backends.torch import TorchBackend
 from algorithms.engine.engine import check_tree, default_ahead, default_tile
 from algorithms.engine.request import EngineError
 from algorithms.engine.session import StepReport
@@ -204,10 +203,3 @@ def test_a_rejected_draft_is_told_from_none(decoys: bool) -> None:
             assert (accepted, ran_out) == ((3, True) if position % 3 else (0, False))
             position += accepted + 1
         assert set(completion.drafted_counts) == {6 if decoys else 3}
-
-
-def test_capture_needs_a_backend_that_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchBackend, "capturable", False)
-    engine_of(autoregressive(TARGET), Setup(backend="torch"), TARGET)
-    with pytest.raises(EngineError, match="backend=torch .* cannot be captured, got graph=draft"):
-        engine_of(autoregressive(TARGET), Setup(backend="torch", graph="draft"), TARGET)
