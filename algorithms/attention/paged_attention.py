@@ -14,11 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.algorithm import Batch, Resources
+from algorithms.algorithm import Batch, Observation, Resources
 from algorithms.attention.backends.protocol import Backend, Levels
 from algorithms.attention.cache import KVCache
 from algorithms.models.layers import MixerWeights
-from specdec_kernels import AttentionMetadata, AttentionShape, level_slots, token_slots, write_kv
+from specdec_kernels import (
+    AttentionMetadata,
+    AttentionShape,
+    Committed,
+    level_slots,
+    move_accepted,
+    token_slots,
+    write_kv,
+)
 
 
 class LevelSizes(NamedTuple):
@@ -99,6 +107,34 @@ def joined(mixers: Sequence[Any]) -> Any:
     slots, positions = (torch.cat([getattr(mixer, name) for mixer in mixers]) for name in ("slots", "positions"))
     groups = tuple(group for mixer in mixers for group in mixer.groups)
     return replace(mixers[0], slots=slots, positions=positions, groups=groups)
+
+
+class PageMemory:
+    """What memories in pages share, see `memory`. A subclass plans a forward by `_over`; `pool` is what moves of it."""
+
+    resources: Resources
+    pool: Tensor
+    windowed = False
+    _over: Any
+
+    def following(self, seen: Observation) -> Any:
+        phase = "prefill" if seen.is_prefill else "draft"
+        return self._over(seen.batch, seen.positions, counts=seen.counts, phase=phase)
+
+    def chained(self, batch: Batch, positions: Tensor) -> Any:
+        return self._over(batch, positions, phase="draft")
+
+    def joint(self, mixers: Sequence[Any]) -> Any:
+        return joined(mixers)
+
+    def commit(self, nodes: Any, batch: Batch, committed: Committed, chain: bool) -> None:
+        """What is stored of a chain is in order already; that of a tree moves."""
+        if not chain:
+            start, path = committed.start, committed.nodes
+            move_accepted(self.pool, batch.page_table, start, path, impl=self.resources.impl)
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Pages stay where they are."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class DFlash(Algorithm):
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.dflash.loading import load_dflash
 
-        self._drafter = load_dflash(self.drafter_folder(draft_path), target, target.device, target.dtype)
+        self._drafter = load_dflash(self.drafter_folder(draft_path), target)
         self._target, self._topk = target.model, config.topk
         self._block = _block_of(config, self._drafter.config)
         self._most_drafts = self._drafter.config.num_drafts(self._block)

@@ -22,15 +22,13 @@ UNSUPPORTED = (
 """Keys of families whose computation differs."""
 
 
-def load_dflash(
-    path: str | Path, target: loading.Target, device: torch.device | str, dtype: torch.dtype
-) -> DFlashDrafter:
+def load_dflash(path: str | Path, target: loading.Target) -> DFlashDrafter:
     """Load a block drafter's folder or hub name that fits `target`; ModelError names what does not fit."""
     folder, config = read_dflash(path, target)
     with torch.device("meta"):
         drafter = DFlashDrafter(config)
     ignored = {*(() if config.reduced else VOCABULARY), "verifier_lm_head.weight", "verifier_norm.weight"}
-    load_weights(drafter, folder, device, dtype, ignored=ignored, rename=tensor_name)
+    load_weights(drafter, folder, target.device, target.dtype, ignored=ignored, rename=tensor_name)
     loading.fit_drafter(folder, drafter, target)
     shard_drafter(drafter)
     return drafter

@@ -47,9 +47,7 @@ class Eagle(FeatureDrafter):
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
         from algorithms.eagle.loading import load_eagle
 
-        folder = self.drafter_folder(draft_path)
-        head = load_eagle(folder, target, target.device, target.dtype, self.kind, **self.options(config))
-        self.set_head(head, config)
+        self.set_head(load_eagle(self.drafter_folder(draft_path), target, self.kind, **self.options(config)), config)
 
 
 class Eagle3(Eagle):

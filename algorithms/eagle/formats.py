@@ -13,8 +13,6 @@ With `fc_norm` all writers mean the second. Sources: github.com/SafeAILab/EAGLE,
 deepseek-ai/DeepSpec, vllm-project/speculators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

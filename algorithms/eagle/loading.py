@@ -1,8 +1,6 @@
 """EAGLE, EAGLE-3 and P-EAGLE heads from published folders, many without an embedding or safetensors. Their configs look
 like configs of language models, so the tensors decide which kind of head a folder holds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -36,12 +34,7 @@ UNSUPPORTED_EAGLE = (*UNSUPPORTED, "fc_norm", "norm_before_fc", "norm_before_res
 
 
 def load_eagle(
-    path: str | Path,
-    target: loading.Target,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    kind: str | None = None,
-    mask_token: int | None = None,
+    path: str | Path, target: loading.Target, kind: str | None = None, mask_token: int | None = None
 ) -> EagleDrafter | Eagle3Drafter:
     """Load a head and bind it to `target`. `kind`, one of `formats.KINDS`, refuses the others; None takes EAGLE and
     EAGLE-3. `mask_token` is P-EAGLE's, where the folder names none. ModelError names what does not fit."""
@@ -57,7 +50,7 @@ def load_eagle(
         with torch.device("meta"):
             head = Eagle3Drafter(config, target.config.num_layers, own_embedding, own_head, mask_shape)
         ignored, rename = VERIFIER if config.reduced else {*VERIFIER, "d2t", "t2d"}, eagle3_name
-    load_weights(head, folder, device, dtype, ignored=ignored, rename=rename, pickles=True)
+    load_weights(head, folder, target.device, target.dtype, ignored=ignored, rename=rename, pickles=True)
     head.bind(target.model)
     loading.fit_drafter(folder, head, target)
     shard_drafter(head)

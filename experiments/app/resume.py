@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from experiments.app.errors import UserError
-from experiments.app.locks import locked
+from experiments.app.files import locked
 from experiments.app.provenance import git_revision
 from experiments.report.tables import flatten
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from experiments.app.distributed import is_main_process
+from experiments.app.hardware import is_main_process
 from experiments.app.schema import TrackerConfig
 from experiments.report.tables import Result, flatten
 

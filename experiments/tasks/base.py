@@ -15,21 +15,20 @@ from algorithms.engine.request import Completion, EngineError, Request
 from algorithms.engine.session import StepReport
 from algorithms.models.loading import Target
 from algorithms.parallel.collectives import from_rank_0, parallel
-from experiments.app.conversation import Conversations
 from experiments.app.errors import user_errors
+from experiments.app.files import json_lines
 from experiments.app.plan import Plan
-from experiments.app.workload import Workload
+from experiments.app.workload import Conversations, Workload
 from experiments.report import checks
 from experiments.report.console import step_progress
 from experiments.report.html_page import Card
-from experiments.report.json_log import json_lines
 from experiments.report.metrics import MethodResult
 from experiments.report.run_folder import RunFolder
 from experiments.report.tables import Column, Result, counted, csv_text, markdown
 from experiments.report.tracking import Tracker
 from experiments.tasks import decoding, resumed
-from experiments.tasks.baselines import BaselineStore
 from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded
+from experiments.tasks.resumed import BaselineStore
 from specdec_kernels.launch import record_compilations
 
 SHORT_RUN_ROUNDS = 3

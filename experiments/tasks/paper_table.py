@@ -16,10 +16,10 @@ from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from algorithms.frontend import SEED_STRIDE
 from algorithms.models.loading import Target
+from experiments.app.files import json_lines
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
 from experiments.report.intervals import wilson
-from experiments.report.json_log import json_lines
 from experiments.report.metrics import MethodResult
 from experiments.report.pivot import Estimate, Figure, Pivot, csv_text, html, latex, markdown, over_seeds, with_average
 from experiments.report.tables import Metric, Result, columns

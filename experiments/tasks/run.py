@@ -35,8 +35,8 @@ def command(typed: Sequence[str]) -> str:
 def run_task(config: RunConfig, composed: DictConfig) -> float:
     """Run the configured task. Returns the figure for the table of a sweep. Raises NotLossless, after everything is
     written and shown, where outputs are wrong."""
-    from experiments.app.distributed import output_folder
     from experiments.app.errors import NotLossless
+    from experiments.app.hardware import output_folder
     from experiments.app.plan import resolve
     from experiments.app.provenance import git_revision
     from experiments.app.resume import CONFIG, check_unchanged, own_words
@@ -45,7 +45,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     from experiments.report.run_folder import REPORT, open_run_folder
     from experiments.report.tables import console_table
     from experiments.report.tracking import Identity, tracking
-    from experiments.tasks import baselines
+    from experiments.tasks.resumed import BASELINES, BaselineStore
 
     console = plain_console()
 
@@ -74,7 +74,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
         tracker = stack.enter_context(tracking(config.tracker, folder.path, resolved, identity, config.task.name))
         task.folder, task.tracker = folder, tracker
         if config.sweep.name is not None and config.sweep.share_baseline and config.runtime.tensor_parallel == 1:
-            task.baselines = baselines.BaselineStore(folder.path.parent / baselines.FOLDER)
+            task.baselines = BaselineStore(folder.path.parent / BASELINES)
         results = task.measure()
         folder.requests.replace(task.requests_in_order())
         notes = task.warnings(results)

@@ -29,8 +29,8 @@ from experiments.app.hardware import Hardware
 from experiments.app.task_schema import LosslessnessTask
 from experiments.report.checks import LOW_ACCEPTANCE
 from experiments.report.html_page import render
-from experiments.report.plots import Series, chart
 from experiments.report.tables import Column, Metric, console_table, csv_text, markdown
+from experiments.report.templates import Series, chart
 from experiments.tasks import base, distribution, kv_scales, numerical_tie
 from experiments.tasks.base import Task, agreed
 from experiments.tasks.compare import Compare

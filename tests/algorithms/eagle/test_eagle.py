@@ -189,7 +189,7 @@ def test_captured_layers_are_what_the_head_reads(tmp_path: Path, target: Target)
 def test_pickled_folders(tmp_path: Path, target: Target) -> None:
     """As SafeAILab's heads are published, one of them without a bias; ids keep their types in any dtype."""
     written = write_eagle(tmp_path / "one", EagleConfig(head_config(), fc_bias=False), pickled=True)
-    first = load_eagle(tmp_path / "one", target, "cpu", torch.float32)
+    first = load_eagle(tmp_path / "one", target)
     assert "fc.bias" not in written
     for name, tensor in written.items():
         assert torch.equal(first.state_dict()[name], tensor), name
@@ -236,7 +236,7 @@ def test_eagle3_of_another_width_with_its_own_embedding(tmp_path: Path, target: 
 def test_unfit_eagle_weights(tmp_path: Path, target: Target, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
     write_eagle(tmp_path / "head", EagleConfig(head_config()))
     change_weights(tmp_path / "head", **edits)
-    refusal(lambda: load_eagle(tmp_path / "head", target, "cpu", torch.float32), *parts)
+    refusal(lambda: load_eagle(tmp_path / "head", target), *parts)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_unfit_eagle3_config(tmp_path: Path, target: Target, changes: dict[str, 
 def test_eagle_predicts_all_tokens(tmp_path: Path, target: Target) -> None:
     write_eagle(tmp_path / "head", EagleConfig(head_config()))
     edit_json(tmp_path / "head" / "config.json", draft_vocab_size=40)
-    refusal(lambda: load_eagle(tmp_path / "head", target, "cpu", torch.float32), "draft_vocab_size", "272", "40")
+    refusal(lambda: load_eagle(tmp_path / "head", target), "draft_vocab_size", "272", "40")
 
 
 def test_default_layers_of_a_shallow_target(tmp_path: Path) -> None:
@@ -295,29 +295,29 @@ def test_the_two_kinds_are_not_taken_for_each_other(tmp_path: Path, target: Targ
     write_eagle(tmp_path / "one", EagleConfig(head_config()))
     write_eagle3(tmp_path / "three", eagle3_config())
     refusal(lambda: load_eagle3(tmp_path / "one", target, "cpu", torch.float32), "not an EAGLE-3 head", "algo=eagle")
-    refusal(lambda: load_eagle(tmp_path / "three", target, "cpu", torch.float32), "not an EAGLE head", "algo=eagle3")
-    refusal(lambda: load_eagle(target.path, target, "cpu", torch.float32), "not an EAGLE head", "Qwen3ForCausalLM")
+    refusal(lambda: load_eagle(tmp_path / "three", target), "not an EAGLE head", "algo=eagle3")
+    refusal(lambda: load_eagle(target.path, target), "not an EAGLE head", "Qwen3ForCausalLM")
 
 
 def test_pickle_that_runs_code_is_refused_and_does_not(tmp_path: Path, target: Target) -> None:
     marker = tmp_path / "executed"
     write_eagle(tmp_path / "head", EagleConfig(head_config()), pickled=True)
     (tmp_path / "head" / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {marker}'\ntR.".encode())
-    refusal(lambda: load_eagle(tmp_path / "head", target, "cpu", torch.float32), "more than tensors", ".bin")
+    refusal(lambda: load_eagle(tmp_path / "head", target), "more than tensors", ".bin")
     assert not marker.exists()
 
 
 def test_draft_has_the_targets_tokens(tmp_path: Path, target: Target) -> None:
     config = small_config(num_layers=2, hidden_size=16)
     write_target(tmp_path / "draft", config, seed=9)
-    draft = load_draft(tmp_path / "draft", target, "cpu", torch.float32)
+    draft = load_draft(tmp_path / "draft", target)
     assert draft.config == config and draft.path == tmp_path / "draft"
     write_tokenizer(tmp_path / "draft", special_tokens=("<|end|>", "<|assistant|>", "<|user|>", "<|mask|>"))
-    refusal(lambda: load_draft(tmp_path / "draft", target, "cpu", torch.float32), "do not fit", "tokenizer")
+    refusal(lambda: load_draft(tmp_path / "draft", target), "do not fit", "tokenizer")
     (tmp_path / "draft" / "tokenizer.json").unlink()
-    refusal(lambda: load_draft(tmp_path / "draft", target, "cpu", torch.float32), "cannot be compared")
+    refusal(lambda: load_draft(tmp_path / "draft", target), "cannot be compared")
 
 
 def test_draft_of_another_vocabulary(tmp_path: Path, target: Target) -> None:
     write_target(tmp_path / "draft", small_config(num_layers=2, vocab_size=300))
-    refusal(lambda: load_draft(tmp_path / "draft", target, "cpu", torch.float32), "vocab_size", "272", "300")
+    refusal(lambda: load_draft(tmp_path / "draft", target), "vocab_size", "272", "300")
