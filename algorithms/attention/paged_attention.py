@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from algorithms.algorithm import Batch, Observation, Resources
-from algorithms.attention.backends.protocol import Backend, Levels
+from algorithms.attention.backends.protocol import Backend, LayerInputs, Levels
 from algorithms.attention.cache import KVCache
 from algorithms.models.layers import MixerWeights
 from specdec_kernels import (
@@ -203,7 +203,7 @@ class PagedMixer:
             self.cache.rope,
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
-            eps=self.cache.eps,
+            eps=self.cache.config.rms_norm_eps,
             interleaved=self.cache.config.interleaved_rope,
             k_scale=scales and scales.k_scale,
             v_scale=scales and scales.v_scale,
@@ -211,10 +211,12 @@ class PagedMixer:
         )
         sinks = None if weights.sinks is None else weights.sinks.float()
         if len(self.groups) == 1:
-            return self.backend.run(self.groups[0].plans[layer], queries.view_as(q), stored, sinks, scales)
+            return self.backend.run(self.groups[0].plans[layer], LayerInputs(queries.view_as(q), stored, sinks, scales))
         out, shapes = torch.empty_like(queries), [group.shape for group in self.groups]
         for group, part, place in zip(self.groups, split_rows(queries, shapes), split_rows(out, shapes), strict=True):
-            self.backend.run(group.plans[layer], part, stored, sinks, scales, place)
+            result = self.backend.run(group.plans[layer], LayerInputs(part, stored, sinks, scales, place))
+            if result is not place:
+                place.copy_(result)
         return out
 
 
