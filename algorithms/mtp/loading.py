@@ -60,7 +60,7 @@ def load_mtp(
 
 
 def read_mtp(
-    path: str | Path | None, target: loading.TargetFolder, hidden_in: str | None, feedback: str | None
+    path: str | Path | None, target: loading.TargetFolder, hidden_in: str | None = None, feedback: str | None = None
 ) -> MTPFolder:
     """A head that fits `target`, see `load_mtp`; no weights are read."""
     folder = target.path if path is None else resolve_folder(path)

@@ -67,7 +67,7 @@ def resolve_hardware(runtime: RuntimeSettings) -> Hardware:
     if device == "cpu":
         if dtype == "bfloat16":
             raise UserError(
-                "runtime.dtype=bfloat16 without a GPU: Triton's interpreter computes bfloat16 wrongly\n"
+                "runtime.dtype=bfloat16 on the CPU: Triton's interpreter computes bfloat16 wrongly\n"
                 "use runtime.dtype=float32, or runtime.impl=reference"
             )
         os.environ[INTERPRET] = "1"

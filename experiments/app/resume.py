@@ -82,11 +82,6 @@ def is_running(folder: Path, status: Mapping[str, Any]) -> bool:
         return False
 
 
-def own_words(overrides: Sequence[str]) -> list[str]:
-    """The settings of a run without `resume` and `resume_force`."""
-    return [word for word in overrides if word.split("=")[0] not in (RESUME, FORCE)]
-
-
 def check_unchanged(folder: Path, composed: DictConfig, forced: bool) -> None:
     """Raise UserError, unless `forced`, where configuration or revision differ from the run in `folder`."""
     now, then = (

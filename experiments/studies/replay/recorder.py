@@ -203,7 +203,7 @@ def score(
     """
     tokens = [[*each.request.prompt_ids, *each.tokens] for each in trace]
     recorder = Recorder(algorithms, tokens)
-    engine, _ = engine_of(plan, target, recorder, max(map(len, tokens)))
+    engine = engine_of(plan, target, recorder, max(map(len, tokens)))
     parts = 1 if whole else -(-plan.config.runtime.max_batch // len(trace))
     requests: list[Request] = []
     for number, (request, output) in enumerate(trace):
