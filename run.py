@@ -7,8 +7,6 @@ python run.py task=compare task.limit=4
 python run.py --help algo=eagle3
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

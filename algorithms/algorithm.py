@@ -51,10 +51,6 @@ class Resources:
         model.set_forward(self.impl if self.fused else None, batch_invariant=same)
 
 
-def _unchanged(logits: torch.Tensor, depth: int, vocabulary: torch.Tensor | None) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Batch:
     """The running requests as device tensors, one slot each. In a captured step some slots are padding."""
@@ -70,7 +66,7 @@ class Batch:
     """Batch slots, which index what a drafter stores: a slice in steps, [B] int64 in prefill, repeats included."""
     max_length: int  # host bound on L over the batch
     filtered: bool = False  # whether a request of the step filters the tokens that it samples
-    adjust: Callable[[torch.Tensor, int, torch.Tensor | None], None] = _unchanged
+    adjust: Callable[[torch.Tensor, int, torch.Tensor | None], None] = lambda logits, depth, vocabulary: None
     """Changes logits of drafts in place as penalties, bias and forbidden tokens ask: `step.batch.DraftAdjustment`."""
 
 

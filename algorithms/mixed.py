@@ -21,10 +21,42 @@ if TYPE_CHECKING:
     from algorithms.models.loading import Target, TargetFolder
 
 
+@dataclass(frozen=True)
+class Part:
+    """A drafter inside another algorithm; `draft_path` where the settings name a folder."""
+
+    kind: type[Algorithm]
+    config: Any
+    draft_path: str | None
+
+
 class Wrapper(Algorithm):
     """Binds, teaches, moves and resets its `inner` algorithms; a subclass makes a tree of their drafts."""
 
-    inner: tuple[Algorithm, ...] = ()
+    inner: tuple[Algorithm, ...]
+
+    @classmethod
+    def parts(cls, config: Any) -> list[Part]:
+        """The inner algorithms and their settings."""
+        raise NotImplementedError
+
+    @classmethod
+    def drafter_for(cls, config: Any) -> str | None:
+        asked = [part.kind.drafter_for(part.config) for part in cls.parts(config) if part.draft_path is None]
+        asking = [name for name in asked if name is not None]
+        if len(asking) > 1:
+            both = " and ".join(asking)
+            raise ValueError(f"algo={cls.name}: {both} both need a drafter: give one as algo.second.draft_path")
+        return asking[0] if asking else None
+
+    @classmethod
+    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls | None:
+        calls = [part.kind.check(part.config, target, part.draft_path or draft_path) for part in cls.parts(config)]
+        return next(filter(None, calls), None)
+
+    @classmethod
+    def made(cls, config: Any, target: Target, draft_path: str | None) -> list[Algorithm]:
+        return [part.kind(part.config, target, part.draft_path or draft_path) for part in cls.parts(config)]
 
     def wrap(self, *inner: Algorithm) -> None:
         """Run these, with the target layers and cache slots that they need."""
@@ -57,15 +89,6 @@ class Wrapper(Algorithm):
             each.move_slot(source, target)
 
 
-@dataclass(frozen=True)
-class Part:
-    """A drafter inside another algorithm; `draft_path` where the settings name a folder."""
-
-    kind: type[Algorithm]
-    config: Any
-    draft_path: str | None
-
-
 class Mixed(Wrapper):
     name = "mixed"
     chain = False
@@ -79,22 +102,11 @@ class Mixed(Wrapper):
         """Name and settings of the second drafter: algo.second.name=eagle3, '+algo.second={name:eagle3,steps:4}'."""
 
     @classmethod
-    def drafter_for(cls, config: Any) -> str | None:
-        asking = [
-            part.kind.name for part in _parts(config) if part.kind.drafter_for(part.config) and part.draft_path is None
-        ]
-        if len(asking) > 1:
-            both = " and ".join(asking)
-            raise ValueError(f"algo=mixed: {both} both need a drafter: give one as algo.second.draft_path")
-        return asking[0] if asking else None
-
-    @classmethod
-    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls | None:
-        calls = [part.kind.check(part.config, target, part.draft_path or draft_path) for part in _parts(config)]
-        return next(filter(None, calls), None)
+    def parts(cls, config: Config) -> list[Part]:
+        return [part_of(key, getattr(config, key), (cls.name, "synthetic")) for key in ("first", "second")]
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
-        self.wrap(*(part.kind(part.config, target, part.draft_path or draft_path) for part in _parts(config)))
+        self.wrap(*self.made(config, target, draft_path))
         for part in self.inner:
             if part.rule != "target_only":
                 expected = "expected drafters with the rule target_only"
@@ -148,11 +160,6 @@ def _path_probs(tree: DraftTree) -> Tensor:
     if tree.path_probs is not None:
         return tree.path_probs
     return 0.5 ** tree.links.depth.float()
-
-
-def _parts(config: Mixed.Config) -> list[Part]:
-    excluded = (Mixed.name, "synthetic")
-    return [part_of(key, getattr(config, key), excluded) for key in ("first", "second")]
 
 
 def part_of(key: str, settings: dict[str, Any], excluded: tuple[str, ...]) -> Part:

@@ -45,7 +45,7 @@ class Standalone(LevelDrafter):
         from algorithms.models.loading import load_draft
 
         same = config.vocabulary == "same"
-        self._draft = load_draft(self.drafter_folder(draft_path), target, target.device, target.dtype, same)
+        self._draft = load_draft(self.drafter_folder(draft_path), target, same)
         self._vocabulary = None
         if not same:
             from algorithms.models.shared_vocabulary import SharedVocabulary

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
-from algorithms.algorithm import AttentionCalls, Batch, DraftTree, Observation, Resources
+from algorithms.algorithm import Batch, DraftTree, Observation, Resources
 from algorithms.autoregressive import Autoregressive
 from algorithms.mixed import Part, Wrapper, part_of
 from specdec_kernels.checks import expect_between
@@ -23,7 +23,7 @@ from specdec_kernels.checks import expect_between
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from algorithms.models.loading import Target, TargetFolder
+    from algorithms.models.loading import Target
 
 
 class Synthetic(Wrapper):
@@ -45,26 +45,17 @@ class Synthetic(Wrapper):
                 expect_between(f"algo.rate[{place}]", rate, 0, 1)
 
     @classmethod
-    def drafter_for(cls, config: Any) -> str | None:
-        part = _part(config)
-        return part.kind.drafter_for(part.config) if part and part.draft_path is None else None
-
-    @classmethod
-    def check(cls, config: Any, target: TargetFolder, draft_path: str | None) -> AttentionCalls | None:
-        part = _part(config)
-        return part.kind.check(part.config, target, part.draft_path or draft_path) if part else None
+    def parts(cls, config: Config) -> list[Part]:
+        return [part_of("drafter", config.drafter, (cls.name,))] if config.drafter else []
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
-        part = _part(config)
+        self.wrap(*self.made(config, target, draft_path))
         self.recorder = Autoregressive(Autoregressive.Config(), target, None)
-        inner = part.kind(part.config, target, part.draft_path or draft_path) if part else None
         self._vocab = target.config.vocab_size
-        self.num_nodes = inner.num_nodes if inner else len(config.rate) + 1
-        self.max_depth = inner.max_depth if inner else len(config.rate)
+        self.num_nodes, self.max_depth = len(config.rate) + 1, len(config.rate)
+        for inner in self.inner:
+            self.num_nodes, self.max_depth, self.chain = inner.num_nodes, inner.max_depth, inner.chain
         self._rates = [*config.rate, *config.rate[-1:] * self.max_depth][: self.max_depth]
-        if inner:
-            self.wrap(inner)
-            self.chain = inner.chain
 
     def bind(self, resources: Resources) -> None:
         import torch
@@ -134,7 +125,3 @@ def uniforms(seeds: Tensor, lengths: Tensor, count: int) -> Tensor:
 def _shifted(values: Tensor, bits: int) -> Tensor:
     """`values` int64 as unsigned numbers, shifted right."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _part(config: Synthetic.Config) -> Part | None:
-    return part_of("drafter", config.drafter, excluded=(Synthetic.name,)) if config.drafter else None

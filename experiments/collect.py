@@ -19,17 +19,14 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.app.atomic_write import write_whole
-from experiments.app.cli import HELP, explain, report
+from experiments.app.cli import HELP, explain, report, write_plain_characters
 from experiments.app.errors import UserError, unknown_key_message
+from experiments.app.files import json_lines, write_whole
 from experiments.app.provenance import short_revision
-from experiments.app.streams import write_plain_characters
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
-from experiments.report.json_log import json_lines
-from experiments.report.plots import Series, chart
 from experiments.report.tables import DASH, Column, console_table, csv_text, html_table, markdown, words
-from experiments.report.templates import html, section
+from experiments.report.templates import Series, chart, html, section
 from experiments.sweep import frame
 from experiments.sweep.folder import DONE, STATE, SweepFolder
 from experiments.sweep.frame import WHERE, Line, distinct, grouped, numbers

@@ -27,8 +27,8 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from algorithms.checked import Between, Checked
-from experiments.app.atomic_write import write_whole
 from experiments.app.errors import user_errors
+from experiments.app.files import to_json, write_whole
 from experiments.app.hardware import INTERPRETER
 from experiments.app.schema import SweepConfig
 from experiments.bench.measure_case import DTYPES, FAILED, NOT_RUN, OK, Bench, case_columns, measure
@@ -38,7 +38,6 @@ from experiments.bench.selection import chosen_cases, named
 from experiments.bench.timing import Limits, provenance
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
-from experiments.report.json_log import to_json
 from experiments.report.run_folder import SUMMARY
 from experiments.report.tables import Result, console_table
 from experiments.sweep.main import main as sweep_main

@@ -1,7 +1,5 @@
 """The launcher of `hydra/launcher=basic` and `hydra/launcher=gpus`. Hydra looks for plugins in hydra_plugins."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hydra.core.config_store import ConfigStore

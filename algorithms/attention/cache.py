@@ -88,8 +88,3 @@ class KVCache:
     @property
     def page_size(self) -> int:
         return self.kv.shape[3]
-
-    @property
-    def eps(self) -> float:
-        """Epsilon of the RMSNorm of queries and keys."""
-        return self.config.rms_norm_eps

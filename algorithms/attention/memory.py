@@ -4,24 +4,21 @@ A `Memory` belongs to the layers of one kind: pages of keys and values for atten
 another kind in `kinds`. `LayeredMemory` joins the memories of a model with several kinds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from algorithms.algorithm import Batch, Observation, Prompts, Resources
 from algorithms.attention.cache import KVCache, KVScales
-from algorithms.attention.paged_attention import LevelSizes, LevelViews, PagedMixer, joined, paged_levels
+from algorithms.attention.paged_attention import LevelSizes, LevelViews, PagedMixer, PageMemory, paged_levels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.memory import LatentMemory
 from algorithms.models.layers import Mixer
 from algorithms.models.linear.config import LinearConfig
 from algorithms.models.linear.memory import StateMemory
-from specdec_kernels import Committed, TreeLinks, mask_paths, move_accepted
+from specdec_kernels import Committed, TreeLinks, mask_paths
 
 Levels = Callable[[int], Mixer]
 
@@ -55,10 +52,8 @@ class Memory(Protocol):
 class DraftMemory(Protocol):
     """What a drafter's layers keep, which are of one kind."""
 
-    @property
-    def windowed(self) -> bool:
-        """Whether a layer has a sliding window, so that `levels` of a tree needs depths."""
-        ...
+    windowed: bool
+    """Whether a layer has a sliding window, so that `levels` of a tree needs depths."""
 
     def following(self, seen: Observation) -> Mixer:
         """Plan a forward over the text just observed."""
@@ -80,10 +75,10 @@ MEMORIES: dict[type, Callable[[DecoderConfig, Any, Resources], Memory]] = {
 """The memory of each other kind of mixing: of layers of this shape and these sizes, for one run."""
 
 
-@dataclass(frozen=True)
-class PagedMemory:
-    cache: KVCache
-    resources: Resources
+class PagedMemory(PageMemory):
+    def __init__(self, cache: KVCache, resources: Resources) -> None:
+        self.cache, self.resources, self.pool = cache, resources, cache.kv
+        self.windowed = any(cache.config.sliding_windows)
 
     def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> PagedMixer:
         paths = None
@@ -105,31 +100,8 @@ class PagedMemory:
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> PagedMixer:
         return self._over(batch, positions, counts=counts, phase="prefill")
 
-    @property
-    def windowed(self) -> bool:
-        return any(self.cache.config.sliding_windows)
-
-    def following(self, seen: Observation) -> PagedMixer:
-        phase = "prefill" if seen.is_prefill else "draft"
-        return self._over(seen.batch, seen.positions, counts=seen.counts, phase=phase)
-
-    def chained(self, batch: Batch, positions: Tensor) -> PagedMixer:
-        return self._over(batch, positions, phase="draft")
-
     def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Levels:
         return paged_levels(batch, self.cache, self.resources, sizes, views)
-
-    def joint(self, mixers: Sequence[PagedMixer]) -> PagedMixer:
-        return joined(mixers)
-
-    def commit(self, nodes: PagedMixer, batch: Batch, committed: Committed, chain: bool) -> None:
-        """Keys and values of a chain are in order already; those of a tree move."""
-        if not chain:
-            impl = self.resources.impl
-            move_accepted(self.cache.kv, batch.page_table, committed.start, committed.nodes, impl=impl)
-
-    def move_slot(self, source: int, target: int) -> None:
-        """Pages stay where they are."""
 
 
 class LayeredMixer:

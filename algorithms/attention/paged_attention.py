@@ -14,11 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.algorithm import Batch, Resources
-from algorithms.attention.backends.protocol import Backend, Levels
+from algorithms.algorithm import Batch, Observation, Resources
+from algorithms.attention.backends.protocol import Backend, LayerInputs, Levels
 from algorithms.attention.cache import KVCache
 from algorithms.models.layers import MixerWeights
-from specdec_kernels import AttentionMetadata, AttentionShape, level_slots, token_slots, write_kv
+from specdec_kernels import (
+    AttentionMetadata,
+    AttentionShape,
+    Committed,
+    level_slots,
+    move_accepted,
+    token_slots,
+    write_kv,
+)
 
 
 class LevelSizes(NamedTuple):
@@ -101,6 +109,34 @@ def joined(mixers: Sequence[Any]) -> Any:
     return replace(mixers[0], slots=slots, positions=positions, groups=groups)
 
 
+class PageMemory:
+    """What memories in pages share, see `memory`. A subclass plans a forward by `_over`; `pool` is what moves of it."""
+
+    resources: Resources
+    pool: Tensor
+    windowed = False
+    _over: Any
+
+    def following(self, seen: Observation) -> Any:
+        phase = "prefill" if seen.is_prefill else "draft"
+        return self._over(seen.batch, seen.positions, counts=seen.counts, phase=phase)
+
+    def chained(self, batch: Batch, positions: Tensor) -> Any:
+        return self._over(batch, positions, phase="draft")
+
+    def joint(self, mixers: Sequence[Any]) -> Any:
+        return joined(mixers)
+
+    def commit(self, nodes: Any, batch: Batch, committed: Committed, chain: bool) -> None:
+        """What is stored of a chain is in order already; that of a tree moves."""
+        if not chain:
+            start, path = committed.start, committed.nodes
+            move_accepted(self.pool, batch.page_table, start, path, impl=self.resources.impl)
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Pages stay where they are."""
+
+
 @dataclass(frozen=True)
 class PagedMixer:
     """One forward over groups of rows, one after the other, which share the products with the weights. All store their
@@ -167,7 +203,7 @@ class PagedMixer:
             self.cache.rope,
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
-            eps=self.cache.eps,
+            eps=self.cache.config.rms_norm_eps,
             interleaved=self.cache.config.interleaved_rope,
             k_scale=scales and scales.k_scale,
             v_scale=scales and scales.v_scale,
@@ -175,10 +211,12 @@ class PagedMixer:
         )
         sinks = None if weights.sinks is None else weights.sinks.float()
         if len(self.groups) == 1:
-            return self.backend.run(self.groups[0].plans[layer], queries.view_as(q), stored, sinks, scales)
+            return self.backend.run(self.groups[0].plans[layer], LayerInputs(queries.view_as(q), stored, sinks, scales))
         out, shapes = torch.empty_like(queries), [group.shape for group in self.groups]
         for group, part, place in zip(self.groups, split_rows(queries, shapes), split_rows(out, shapes), strict=True):
-            self.backend.run(group.plans[layer], part, stored, sinks, scales, place)
+            result = self.backend.run(group.plans[layer], LayerInputs(part, stored, sinks, scales, place))
+            if result is not place:
+                place.copy_(result)
         return out
 
 

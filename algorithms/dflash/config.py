@@ -1,6 +1,6 @@
 """Shape and conventions of a block drafter, with the keys of the published z-lab checkpoints (arXiv 2602.06036).
 
-`formats` rewrites the configs of other writers in these keys. Other engines' keys of `dflash_config` are read as in
+`loading` rewrites the configs of other writers in these keys. Other engines' keys of `dflash_config` are read as in
 vLLM (`qwen3_dflash.py`): `use_swa` gives every layer a window where `layer_types` name none, `swa_window_size` is that
 window, sliding layers of `layer_types` are causal, and `causal`, `is_causal` or `causal_head` (JetSpec) decides for all
 layers. `slots`, `window_origin` and `reads_final_norm` are keys of this project.
@@ -135,8 +135,7 @@ class DFlashConfig(Checked):
                 f"target_layer_ids: expected 0 to {self.num_target_layers - 1}, or -1 for the embedding, got "
                 f"{list(self.target_layer_ids)}"
             )
-        causal = [causal for causal, window in zip(self.causal_layers, self._windows, strict=True) if window]
-        if self.window_origin == ANCHOR and any(causal) and not all(causal):
+        if self.window_origin == ANCHOR and any(self.sliding_causal) and not all(self.sliding_causal):
             raise ValueError(f"causal_layers: expected one value for all sliding layers, got {self.causal_layers}")
         expect_between("mask_token_id", self.mask_token_id, 0, self.decoder.vocab_size)
         expect_between("draft_vocab_size", self.draft_vocab_size, 1, self.decoder.vocab_size, nullable=True)
@@ -146,8 +145,9 @@ class DFlashConfig(Checked):
         return self.decoder.sliding_windows or (None,) * self.decoder.num_layers
 
     @property
-    def sliding_causal(self) -> bool:
-        return any(causal for causal, window in zip(self.causal_layers, self._windows, strict=True) if window)
+    def sliding_causal(self) -> tuple[bool, ...]:
+        """Whether each sliding layer is causal."""
+        return tuple(causal for causal, window in zip(self.causal_layers, self._windows, strict=True) if window)
 
     @property
     def owns_mask(self) -> bool:

@@ -80,7 +80,7 @@ class DFlash(Algorithm):
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.dflash.loading import load_dflash
 
-        self._drafter = load_dflash(self.drafter_folder(draft_path), target, target.device, target.dtype)
+        self._drafter = load_dflash(self.drafter_folder(draft_path), target)
         self._target, self._topk = target.model, config.topk
         self._block = _block_of(config, self._drafter.config)
         self._most_drafts = self._drafter.config.num_drafts(self._block)
@@ -100,8 +100,9 @@ class DFlash(Algorithm):
     def bind(self, resources: Resources) -> None:
         from algorithms.attention.cache import KVCache
         from algorithms.drafting.sampled_tree import SampledTree
+        from algorithms.drafting.tree_drafter import Drafts
 
-        self._resources = resources
+        self._resources, self._drafts = resources, Drafts(resources, self._drafter.vocabulary)
         resources.choose_forward(self._drafter)
         self._cache = KVCache.allocate(self._drafter.config.decoder, resources)
         self._stacked = self._drafter.stack_kv()
@@ -114,8 +115,6 @@ class DFlash(Algorithm):
 
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
         """The whole block is drafted, because its positions see each other; the LM head runs at the first ones only."""
-        from algorithms.drafting.tree_drafter import draft_chain, draft_tree
-
         impl, depth = self._resources.impl, min(self._most_drafts, num_nodes - 1)
         if depth == 0:
             return DraftTree(batch.last_tokens[:, None], kernels.build_chain(batch.lengths, 1, impl=impl))
@@ -129,22 +128,18 @@ class DFlash(Algorithm):
             return self._along_paths(batch, paths, depth, num_nodes)
         if self._sampled is not None:
             return self._sampled.sample(batch, logits)
-        vocabulary, scored = self._drafter.vocabulary, self._resources.needs_path_probs
         if self.chain:
-            confidence = self._drafter.confidence(drafted) if scored else None
-            return draft_chain(batch, logits, impl, vocabulary, scored, confidence)
-        return draft_tree(batch, logits, self._topk, num_nodes, impl, vocabulary, self._drafter.confidence(drafted))
+            confidence = self._drafter.confidence(drafted) if self._resources.needs_path_probs else None
+            return self._drafts.likeliest_chain(batch, logits, confidence)
+        return self._drafts.likeliest_tree(batch, logits, self._topk, num_nodes, self._drafter.confidence(drafted))
 
     def _along_paths(self, batch: Batch, paths: BlockLogits, depth: int, num_nodes: int) -> DraftTree:
         """The chain or tree of a drafter whose head reads the drafts before each."""
-        from algorithms.drafting.tree_drafter import grow_chain, grow_tree, level_masks
+        from algorithms.drafting.tree_drafter import level_masks
 
-        impl, vocabulary = self._resources.impl, self._drafter.vocabulary
         if self._sampled is None and self.chain:
-            return grow_chain(
-                batch, lambda place, tokens: paths.after(place, tokens).squeeze(1), depth, impl, vocabulary,
-                self._resources.needs_path_probs, paths.confidence,
-            )  # fmt: skip
+            run_place = lambda place, tokens: paths.after(place, tokens).squeeze(1)  # noqa: E731
+            return self._drafts.grow_chain(batch, run_place, depth, paths.confidence)
         first = paths.after(0, batch.last_tokens[:, None]).squeeze(1)
         if self._sampled is not None:
             return self._sampled.grow(batch, first, lambda level, *columns: paths.after(level + 1, *columns))
@@ -153,10 +148,8 @@ class DFlash(Algorithm):
             return paths.after(level + 1, frontier.tokens, frontier.parents)
 
         shape = TreeShape(depth, self._topk, num_nodes)
-        return grow_tree(
-            batch, first, run, shape, level_masks(batch, shape), impl, vocabulary=vocabulary,
-            confidence=paths.confidence,
-        )  # fmt: skip
+        masks = level_masks(batch, shape)
+        return self._drafts.grow_tree(batch, first, run, shape, masks, confidence=paths.confidence)
 
     def _from_lattice(self, batch: Batch, lattice: kernels.Lattice, pairs: Tensor, num_nodes: int) -> DraftTree:
         """The chain or tree of the most likely candidates given their parents, or a chain sampled from these."""
@@ -185,7 +178,7 @@ class DFlash(Algorithm):
         windows: dict[str, Any] = {}
         if any(mode == "tree" for mode, _ in self._kinds):
             # One window for all slots of a block: as a tree whose nodes all have depth 0.
-            mask = links.mask if drafter.config.sliding_causal else links.mask[:, -1:].expand_as(links.mask)
+            mask = links.mask if any(drafter.config.sliding_causal) else links.mask[:, -1:].expand_as(links.mask)
             windows = dict(mask=mask.contiguous(), depths=links.depth * 0)
         mixer = PagedMixer.over(
             batch, links.positions, self._cache, self._resources, phase="draft", kinds=self._kinds, **windows
@@ -208,7 +201,7 @@ class DFlash(Algorithm):
             seen.positions.flatten(),
             self._cache.rope,
             k_norm=self._stacked.k_norm,
-            eps=self._cache.eps,
+            eps=self._cache.config.rms_norm_eps,
             impl=impl,
         )
 

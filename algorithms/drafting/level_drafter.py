@@ -41,7 +41,7 @@ class LevelDrafter(Algorithm):
         self.draft_slots = self._shape.draft_slots(self.base) + (self.base and self.chain)
 
     def bind_tree(self, decoder: DecoderConfig, resources: Resources, vocabulary: Tensor | None = None) -> None:
-        """Allocate the drafter's cache; `vocabulary` as in `TreeDrafter`."""
+        """Allocate the drafter's cache; `vocabulary` as in `Drafts`."""
         from algorithms.attention.memory import allocate_draft_memory
         from algorithms.drafting.sampled_tree import SampledTree
         from algorithms.drafting.tree_drafter import TreeDrafter
@@ -52,7 +52,7 @@ class LevelDrafter(Algorithm):
             replacement, width = self._sampling.replacement, self._shape.topk
             options: dict[str, Any] = dict(width=width, base=self.base, vocabulary=vocabulary)
             sampled = SampledTree(self._nodes, resources, replacement, **options)
-        self._tree = TreeDrafter(self._shape, self._memory, resources, self.base, vocabulary, sampled)
+        self._tree = TreeDrafter(resources, vocabulary, self._shape, self._memory, self.base, sampled)
 
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
         return self.draft(batch, self._tree if num_nodes == self.num_nodes else self._tree.limited(num_nodes))

@@ -29,18 +29,118 @@ from specdec_kernels.tree import MAX_NODES, mask_words
 RunLevel = Callable[[Tensor, Tensor | None, Mixer], Tensor]
 """(tokens [B, T], parents [B, T] columns of the level before, mixer) -> logits [B, T, V] after each token. The
 first level hangs on column 0. In a chain there is one column and no parents."""
+Confidence = Callable[[], Tensor | None]
+"""A factor [B, T] of the probabilities of the drafts after the tokens that ran last, or None."""
 
 
 @dataclass(frozen=True)
-class TreeDrafter:
-    """Drafts trees of one size. `base` is 1 if the drafter stores node 0, else 0. `vocabulary [V]` int64 is added to
-    an id of the drafter to give the target's; None adds nothing. `sampled` None takes the most likely tokens."""
+class Drafts:
+    """Chains and trees of the most likely tokens. `vocabulary [V]` int64 is added to an id of the drafter to give the
+    target's; None adds nothing."""
+
+    resources: Resources
+    vocabulary: Tensor | None
+
+    def grow_chain(
+        self, batch: Batch, run: Callable[[int, Tensor], Tensor], depth: int, confidence: Confidence = lambda: None
+    ) -> DraftTree:
+        """The most likely token of each of `depth` positions given those before it. `run(place, tokens)` gives the
+        logits [B, V] after `tokens [B, 1]`."""
+        impl, scored = self.resources.impl, self.resources.needs_path_probs
+        tokens = [batch.last_tokens]
+        probs = [torch.ones_like(batch.lengths, dtype=torch.float32)]
+        for place in range(depth):
+            picked = kernels.pick_tokens(run(place, tokens[-1][:, None]), return_logprobs=scored, impl=impl)
+            tokens.append(in_target(picked.tokens, self.vocabulary))
+            if picked.logprobs is not None:
+                sure = confidence()
+                probs.append(picked.logprobs.exp() if sure is None else sure.squeeze(1))
+        links = kernels.build_chain(batch.lengths, depth + 1, impl=impl)
+        return DraftTree(torch.stack(tokens, 1), links, path_probs=torch.stack(probs, 1).cumprod(1) if scored else None)
+
+    def grow_tree(
+        self,
+        batch: Batch,
+        logits: Tensor,
+        run: Callable[[int, kernels.Frontier], Tensor],
+        shape: TreeShape,
+        masks: list[Tensor],
+        base: int = 0,
+        confidence: Confidence = lambda: None,
+    ) -> DraftTree:
+        """The tree of the most likely tokens, level by level, from `logits [B, V]` after the last token.
+        `run(level, frontier)` gives the logits [B, T, V] after each frontier token; `masks` are `level_masks`."""
+        topk, rows, impl = shape.topk, len(logits), self.resources.impl
+        candidates = kernels.Candidates(
+            logits.new_empty(rows, shape.num_candidates, dtype=torch.float32),
+            batch.lengths.new_empty(rows, shape.num_candidates),
+            batch.active.new_empty(rows, shape.num_candidates),
+        )
+        frontier, first = None, 0
+        for level in range(shape.steps):
+            probs, ids = (x.view(rows, -1, topk) for x in kernels.draft_topk(logits, topk, impl=impl))
+            if (factor := confidence()) is not None:
+                probs = probs * factor[..., None]
+            is_last = level == shape.steps - 1
+            frontier = kernels.expand_tree(
+                frontier,
+                probs,
+                ids,
+                candidates,
+                first,
+                0 if is_last else topk,
+                None if is_last else masks[level],
+                slot=base + level * topk,
+                root_is_stored=base > 0,
+                vocabulary=self.vocabulary,
+                impl=impl,
+            )
+            first += ids[0].numel()
+            if frontier is not None:
+                logits = run(level, frontier).flatten(0, 1)
+        chosen = kernels.rerank_tree(*candidates, batch.last_tokens, shape.num_nodes, impl=impl)
+        links = kernels.build_tree(chosen.parents, batch.lengths, impl=impl)
+        return DraftTree(chosen.tokens, links, path_probs=chosen.scores)
+
+    def likeliest_chain(self, batch: Batch, logits: Tensor, confidence: Tensor | None = None) -> DraftTree:
+        """The most likely token of each position of `logits [B, D, V]`, which do not depend on the drafts before. Path
+        probabilities are of the drafts' own probabilities or of `confidence [B, D]`."""
+        (rows, depth, _), impl = logits.shape, self.resources.impl
+        scored = self.resources.needs_path_probs
+        picked = kernels.pick_tokens(logits.flatten(0, 1), return_logprobs=scored, impl=impl)
+        tokens = batch.last_tokens.new_empty(rows, depth + 1)
+        tokens[:, 0] = batch.last_tokens
+        tokens[:, 1:] = in_target(picked.tokens, self.vocabulary).view(rows, depth)
+        path_probs = None
+        if picked.logprobs is not None:
+            path_probs = picked.logprobs.new_ones(rows, depth + 1)
+            probs = picked.logprobs.view(rows, depth).exp() if confidence is None else confidence
+            path_probs[:, 1:] = probs.cumprod(1)
+        return DraftTree(tokens, kernels.build_chain(batch.lengths, depth + 1, impl=impl), path_probs=path_probs)
+
+    def likeliest_tree(
+        self, batch: Batch, logits: Tensor, topk: int, num_nodes: int, confidence: Tensor | None = None
+    ) -> DraftTree:
+        """The `num_nodes` most likely paths over the `topk` most likely tokens of each position. `confidence [B, D]` is
+        a factor of the probabilities of each position."""
+        (rows, depth, _), impl = logits.shape, self.resources.impl
+        probs, ids = kernels.draft_topk(logits.flatten(0, 1), topk, impl=impl)
+        probs, ids = (x.view(rows, depth, topk) for x in (probs, in_target(ids, self.vocabulary)))
+        if confidence is not None:
+            probs = probs * confidence[..., None]
+        chosen = kernels.best_first_tree(probs, ids, last_tokens=batch.last_tokens, num_nodes=num_nodes, impl=impl)
+        links = kernels.build_tree(chosen.parents, batch.lengths, impl=impl)
+        return DraftTree(chosen.tokens, links, path_probs=chosen.scores)
+
+
+@dataclass(frozen=True)
+class TreeDrafter(Drafts):
+    """Drafts trees of one size. `base` is 1 if the drafter stores node 0, else 0. `sampled` None takes the most likely
+    tokens."""
 
     shape: TreeShape
     memory: DraftMemory
-    resources: Resources
     base: int = 0
-    vocabulary: Tensor | None = None
     sampled: SampledTree | None = None
 
     def limited(self, num_nodes: int) -> TreeDrafter:
@@ -63,8 +163,7 @@ class TreeDrafter:
         def run_level(place: int, tokens: Tensor) -> Tensor:
             return logits if place == 0 else run(tokens, None, levels(place - 1 + self.base)).squeeze(1)
 
-        impl, scored = self.resources.impl, self.resources.needs_path_probs
-        return grow_chain(batch, run_level, self.shape.max_depth, impl, self.vocabulary, scored)
+        return self.grow_chain(batch, run_level, self.shape.max_depth)
 
     def tree(self, batch: Batch, logits: Tensor, run: RunLevel) -> DraftTree:
         """Draft a tree from `logits [B, V]` after the last token."""
@@ -78,9 +177,7 @@ class TreeDrafter:
         def run_level(level: int, frontier: kernels.Frontier) -> Tensor:
             return run(frontier.tokens, frontier.parents, mixers(level))
 
-        return grow_tree(
-            batch, logits, run_level, self.shape, masks, self.resources.impl, base=self.base, vocabulary=self.vocabulary
-        )
+        return self.grow_tree(batch, logits, run_level, self.shape, masks, self.base)
 
     def _adjusted(self, batch: Batch, logits: Tensor, run: RunLevel) -> tuple[Tensor, RunLevel]:
         """`logits` [B, V] and those of `run`, changed as the requests ask."""
@@ -114,124 +211,6 @@ def level_masks(batch: Batch, shape: TreeShape, base: int = 0) -> list[Tensor]:
     """Room for what each frontier sees, [B, T, W] int64 per level; `base` slots come before the first level."""
     ends = [base + (level + 1) * shape.topk for level in range(shape.steps - 1)]
     return [batch.lengths.new_empty(len(batch.lengths), shape.topk, mask_words(end)) for end in ends]
-
-
-def grow_chain(
-    batch: Batch,
-    run: Callable[[int, Tensor], Tensor],
-    depth: int,
-    impl: str,
-    vocabulary: Tensor | None = None,
-    scored: bool = False,
-    confidence: Callable[[], Tensor | None] = lambda: None,
-) -> DraftTree:
-    """The most likely token of each of `depth` positions given those before it. `run(place, tokens)` gives the logits
-    [B, V] after `tokens [B, 1]`; `vocabulary`, `scored` as in `draft_chain`, `confidence` as in `grow_tree`."""
-    tokens = [batch.last_tokens]
-    probs = [torch.ones_like(batch.lengths, dtype=torch.float32)]
-    for place in range(depth):
-        picked = kernels.pick_tokens(run(place, tokens[-1][:, None]), return_logprobs=scored, impl=impl)
-        tokens.append(in_target(picked.tokens, vocabulary))
-        if picked.logprobs is not None:
-            sure = confidence()
-            probs.append(picked.logprobs.exp() if sure is None else sure.squeeze(1))
-    links = kernels.build_chain(batch.lengths, depth + 1, impl=impl)
-    return DraftTree(torch.stack(tokens, 1), links, path_probs=torch.stack(probs, 1).cumprod(1) if scored else None)
-
-
-def grow_tree(
-    batch: Batch,
-    logits: Tensor,
-    run: Callable[[int, kernels.Frontier], Tensor],
-    shape: TreeShape,
-    masks: list[Tensor],
-    impl: str,
-    *,
-    base: int = 0,
-    vocabulary: Tensor | None = None,
-    confidence: Callable[[], Tensor | None] = lambda: None,
-) -> DraftTree:
-    """The tree of the most likely tokens, level by level, from `logits [B, V]` after the last token.
-    `run(level, frontier)` gives the logits [B, T, V] after each frontier token; `masks` are `level_masks`.
-    `confidence()` gives a factor [B, T] of the probabilities of the drafts after the tokens that ran last, or None."""
-    topk, rows = shape.topk, len(logits)
-    candidates = kernels.Candidates(
-        logits.new_empty(rows, shape.num_candidates, dtype=torch.float32),
-        batch.lengths.new_empty(rows, shape.num_candidates),
-        batch.active.new_empty(rows, shape.num_candidates),
-    )
-    frontier, first = None, 0
-    for level in range(shape.steps):
-        probs, ids = (x.view(rows, -1, topk) for x in kernels.draft_topk(logits, topk, impl=impl))
-        if (factor := confidence()) is not None:
-            probs = probs * factor[..., None]
-        is_last = level == shape.steps - 1
-        frontier = kernels.expand_tree(
-            frontier,
-            probs,
-            ids,
-            candidates,
-            first,
-            0 if is_last else topk,
-            None if is_last else masks[level],
-            slot=base + level * topk,
-            root_is_stored=base > 0,
-            vocabulary=vocabulary,
-            impl=impl,
-        )
-        first += ids[0].numel()
-        if frontier is not None:
-            logits = run(level, frontier).flatten(0, 1)
-    chosen = kernels.rerank_tree(*candidates, batch.last_tokens, shape.num_nodes, impl=impl)
-    links = kernels.build_tree(chosen.parents, batch.lengths, impl=impl)
-    return DraftTree(chosen.tokens, links, path_probs=chosen.scores)
-
-
-# Drafts from one distribution per position, which do not depend on the drafts before.
-
-
-def draft_chain(
-    batch: Batch,
-    logits: Tensor,
-    impl: str,
-    vocabulary: Tensor | None = None,
-    scored: bool = False,
-    confidence: Tensor | None = None,
-) -> DraftTree:
-    """The most likely token of each position of `logits [B, D, V]`. `vocabulary [V]` int64 is added to an id to give
-    the target's; `scored` adds path probabilities, of the drafts' own probabilities or of `confidence [B, D]`."""
-    rows, depth, _ = logits.shape
-    picked = kernels.pick_tokens(logits.flatten(0, 1), return_logprobs=scored, impl=impl)
-    tokens = batch.last_tokens.new_empty(rows, depth + 1)
-    tokens[:, 0] = batch.last_tokens
-    tokens[:, 1:] = in_target(picked.tokens, vocabulary).view(rows, depth)
-    path_probs = None
-    if picked.logprobs is not None:
-        path_probs = picked.logprobs.new_ones(rows, depth + 1)
-        probs = picked.logprobs.view(rows, depth).exp() if confidence is None else confidence
-        path_probs[:, 1:] = probs.cumprod(1)
-    return DraftTree(tokens, kernels.build_chain(batch.lengths, depth + 1, impl=impl), path_probs=path_probs)
-
-
-def draft_tree(
-    batch: Batch,
-    logits: Tensor,
-    topk: int,
-    num_nodes: int,
-    impl: str,
-    vocabulary: Tensor | None = None,
-    confidence: Tensor | None = None,
-) -> DraftTree:
-    """The `num_nodes` most likely paths over the `topk` most likely tokens of each position. `confidence [B, D]` is a
-    factor of the probabilities of each position."""
-    rows, depth, _ = logits.shape
-    probs, ids = kernels.draft_topk(logits.flatten(0, 1), topk, impl=impl)
-    probs, ids = (x.view(rows, depth, topk) for x in (probs, in_target(ids, vocabulary)))
-    if confidence is not None:
-        probs = probs * confidence[..., None]
-    chosen = kernels.best_first_tree(probs, ids, last_tokens=batch.last_tokens, num_nodes=num_nodes, impl=impl)
-    links = kernels.build_tree(chosen.parents, batch.lengths, impl=impl)
-    return DraftTree(chosen.tokens, links, path_probs=chosen.scores)
 
 
 def in_target(ids: Tensor, vocabulary: Tensor | None) -> Tensor:

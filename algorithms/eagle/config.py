@@ -2,7 +2,7 @@
 
 Both are published as a Llama or Qwen3 config of the draft layers. EAGLE (arXiv 2401.15077) adds at most `bias`: whether
 `fc` has one, true by default. EAGLE-3 (arXiv 2503.01840) adds the draft vocabulary and the target layers. Its writers
-differ in the fields of `Eagle3Config`; `algorithms.eagle.formats` turns their keys into those that are read here.
+differ in the fields of `Eagle3Config`; `algorithms.eagle.loading` turns their keys into those that are read here.
 
 A layer id means the output of that layer, and `EMBEDDING_LAYER` that of the embedding. SafeAILab's code and SGLang read
 the inputs of layers 2, n/2 and n - 3 of a target of n layers, so the defaults are 1, n/2 - 1 and n - 4.

@@ -47,9 +47,7 @@ class Eagle(FeatureDrafter):
     def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
         from algorithms.eagle.loading import load_eagle
 
-        folder = self.drafter_folder(draft_path)
-        head = load_eagle(folder, target, target.device, target.dtype, self.kind, **self.options(config))
-        self.set_head(head, config)
+        self.set_head(load_eagle(self.drafter_folder(draft_path), target, self.kind, **self.options(config)), config)
 
 
 class Eagle3(Eagle):
@@ -117,17 +115,15 @@ class PEagle(Eagle3):
         self._offsets = torch.arange(self._shape.steps, device=resources.device)
 
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
-        from algorithms.drafting.tree_drafter import draft_chain, draft_tree
-
-        impl, vocabulary, sampled = self._resources.impl, self._drafter.vocabulary, self._tree.sampled
+        sampled = self._tree.sampled
         depth = min(self._shape.steps, num_nodes - 1) if sampled is None else self.max_depth
         logits = self._marginals(batch, depth)
-        batch.adjust(logits, 0, vocabulary)
+        batch.adjust(logits, 0, self._tree.vocabulary)
         if sampled is not None:
             return sampled.sample(batch, logits)
         if self.chain:
-            return draft_chain(batch, logits, impl, vocabulary, self._resources.needs_path_probs)
-        return draft_tree(batch, logits, self._shape.topk, num_nodes, impl, vocabulary)
+            return self._tree.likeliest_chain(batch, logits)
+        return self._tree.likeliest_tree(batch, logits, self._shape.topk, num_nodes)
 
     def _marginals(self, batch: Batch, depth: int) -> Tensor:
         """Logits [B, depth, V_d] after the last token. The next observed tokens write over the keys of mask rows."""

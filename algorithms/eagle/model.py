@@ -15,8 +15,6 @@ not kept.
 Parameter names are as in the published checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

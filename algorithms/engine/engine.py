@@ -66,26 +66,22 @@ class Engine:
 
         Raises EngineError or ValueError if the backend cannot do what target, algorithm and settings need.
         """
-        device, config = target.device, target.config
-        level = graph_level(settings.graph, device.type == "cuda")
-        fused = runs_fused(settings, device.type == "cuda", target.dtype == torch.float32)
+        device, longest = target.device, target.config.max_position_embeddings
+        on_gpu = device.type == "cuda"
+        level = graph_level(settings.graph, on_gpu)
+        fused = runs_fused(settings, on_gpu, target.dtype == torch.float32)
         check_tree(algorithm)
-        check_backend(backend, target, algorithm, settings, fused)
-        adaptive = settings.adaptive and algorithm.num_nodes > 1
-        if adaptive:
-            check_adaptive(algorithm)
-        self._limit = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
-        self._async_steps = settings.async_steps if settings.async_steps is not None else int(device.type == "cuda")
+        check_backend(backend, target, algorithm, settings)
+        adaptive = _adapts(settings, algorithm)
+        self._limit = min(settings.max_length or longest, longest)
+        self._async_steps = int(on_gpu) if settings.async_steps is None else settings.async_steps
         # The last step of a request drafts past its end, and so do steps launched before its end was read.
         overshoot = max(algorithm.num_nodes, algorithm.draft_slots) + self._async_steps * (algorithm.max_depth + 1)
         context = self._limit + overshoot
         captures_prompts = level == "step" and backend.captures_prompts
         piggybacks = settings.mixed_prefill and captures_prompts
-        wanted = default_ahead(settings.max_batch) if settings.prefill_ahead is None else settings.prefill_ahead
-        ahead = wanted if piggybacks else 0
-        max_pages = -(-context // settings.page_size)
-        slots = settings.max_batch + ahead
-        num_pages = settings.num_pages or max_pages * slots
+        slots = settings.max_batch + (ahead := prompts_ahead(settings) if piggybacks else 0)
+        num_pages = settings.num_pages or slots * -(-context // settings.page_size)
         resources = Resources(
             target=target,
             backend=backend,
@@ -102,16 +98,7 @@ class Engine:
             needs_path_probs=adaptive and not algorithm.chain,
         )
         self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode, ahead)
-        memory = allocate_memory(config, resources, kv_scales)
-        state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, device)
-        algorithm.bind(resources)
-        sizing = Sizing(algorithm.num_nodes, buckets(settings.max_batch), device) if adaptive else None
-        backlog = DeferredObservation(len(algorithm.target_layers), resources) if adaptive else None
-        if sizing is not None and step_costs is not None:
-            sizing.set_costs(step_costs)
-        self.parts = StepParts(
-            algorithm, memory, state, resources, sizing, backlog, ExpertLedger.of(resources.target.model)
-        )
+        self.parts = _step_parts(algorithm, resources, ahead, adaptive, kv_scales, step_costs)
         prefills = _separate_prefills(self.parts, settings, self._limit)
         mixed = _mixed_prefills(self.parts, settings, prefills[-1]) if piggybacks else []
         self.runner = StepRunner(self.parts, level, PhaseClock(device), capture, mixed)
@@ -235,6 +222,28 @@ class Engine:
         self.scheduler.check(request)
 
 
+def _step_parts(
+    algorithm: Algorithm,
+    resources: Resources,
+    ahead: int,
+    adaptive: bool,
+    kv_scales: KVScales | None,
+    step_costs: StepCosts | None,
+) -> StepParts:
+    """What steps work on; `ahead` of the slots in `resources` are for prompts that wait complete."""
+    device, config, rows = resources.device, resources.target.config, resources.max_batch - ahead
+    memory = allocate_memory(config, resources, kv_scales)
+    max_pages = -(-resources.context // resources.page_size)
+    state = BatchState(rows, ahead, max_pages, resources.context, config.vocab_size, device)
+    algorithm.bind(resources)
+    sizing = Sizing(algorithm.num_nodes, buckets(rows), device) if adaptive else None
+    backlog = DeferredObservation(len(algorithm.target_layers), resources) if adaptive else None
+    if sizing is not None and step_costs is not None:
+        sizing.set_costs(step_costs)
+    experts = ExpertLedger.of(resources.target.model)
+    return StepParts(algorithm, memory, state, resources, sizing, backlog, experts)
+
+
 def default_tile(config: DecoderConfig, device: torch.device, rows: int = _MATRIX_ROWS) -> int:
     """Tokens of a tile, 16 to 64: on a GPU as few as make `rows` rows with the query heads of a KV head. Narrow tiles
     waste less on short prompts; a long prompt reads its keys once per tile."""
@@ -244,10 +253,11 @@ def default_tile(config: DecoderConfig, device: torch.device, rows: int = _MATRI
     return min(64, max(16, 1 << (rows // group - 1).bit_length()))
 
 
-def default_ahead(max_batch: int) -> int:
-    """Requests whose prompts are prefilled while all rows are taken: as many as may end in a step or two, and enough of
-    them to fill a prefill with short prompts while others wait complete."""
-    return min(max_batch, max(4, min(12, 3 * max_batch // 4), max_batch // 4))
+def prompts_ahead(settings: RuntimeSettings) -> int:
+    """Requests whose prompts are prefilled while all rows are taken. By default as many as may end in a step or two,
+    and enough of them to fill a prefill with short prompts while others wait complete."""
+    rows, asked = settings.max_batch, settings.prefill_ahead
+    return min(rows, max(4, min(12, 3 * rows // 4), rows // 4)) if asked is None else asked
 
 
 def _separate_prefills(parts: StepParts, settings: RuntimeSettings, longest: int) -> list[PrefillBatch]:
@@ -306,23 +316,21 @@ def check_tree(algorithm: Algorithm) -> None:
         )
 
 
-def check_adaptive(algorithm: Algorithm) -> None:
-    if algorithm.rule != "target_only":
+def _adapts(settings: RuntimeSettings, algorithm: Algorithm) -> bool:
+    """Whether steps differ in size. Raises EngineError where that would change the distribution."""
+    adaptive = settings.adaptive and algorithm.num_nodes > 1
+    if adaptive and algorithm.rule != "target_only":
         raise EngineError(
             f"adaptive: algo={algorithm.name} samples its drafts (rule {algorithm.rule}), and a number of nodes that "
             "depends on them would change the distribution; expected the rule target_only"
         )
+    return adaptive
 
 
-def check_backend(
-    backend: Backend, target: Target, algorithm: Algorithm, settings: RuntimeSettings, fused: bool = False
-) -> None:
+def check_backend(backend: Backend, target: Target, algorithm: Algorithm, settings: RuntimeSettings) -> None:
     """Raise EngineError or ValueError where the backend cannot serve the target."""
-    if settings.deterministic and not (fused and backend.deterministic):
-        raise EngineError(
-            f"deterministic: expected fused kernels and a backend built for it, got fused={fused} and "
-            f"backend={backend.name} with deterministic={backend.deterministic}"
-        )
+    if settings.deterministic and not backend.deterministic:
+        raise EngineError(f"deterministic: expected a backend built with deterministic, got backend={backend.name}")
     verify = "decode" if algorithm.num_nodes == 1 else "verify"
     modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
     if settings.adaptive:

@@ -13,8 +13,6 @@ acceptance measured for Qwen. What DeepSeek and GLM feed back: vLLM's `deepseek_
 47448. speculators: vllm-project/speculators, `models/mtp`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any

@@ -41,5 +41,4 @@ class MTP(FeatureDrafter):
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
         from algorithms.mtp.loading import load_mtp
 
-        head = load_mtp(draft_path, target, target.device, target.dtype, config.hidden_in, config.feedback)
-        self.set_head(head, config)
+        self.set_head(load_mtp(draft_path, target, config.hidden_in, config.feedback), config)

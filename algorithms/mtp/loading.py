@@ -34,30 +34,22 @@ class MTPFolder(NamedTuple):
 
 
 def load_mtp(
-    path: str | Path | None,
-    target: loading.Target,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    hidden_in: str | None = None,
-    feedback: str | None = None,
+    path: str | Path | None, target: loading.Target, hidden_in: str | None = None, feedback: str | None = None
 ) -> MTPHead:
     """Load the head in `path`, or in the target's folder if None, and bind it to `target`. `hidden_in` and `feedback`
     win over the family's. ModelError names what does not fit."""
     folder, config, family, names = read_mtp(path, target, hidden_in, feedback)
     with torch.device("meta"):
-        head = MTPHead(
-            config,
-            target.config.num_layers,
-            own_embedding="embed_tokens.weight" in names,
-            own_head="lm_head.weight" in names,
-        )
+        own = "embed_tokens.weight" in names, "lm_head.weight" in names
+        head = MTPHead(config, target.config.num_layers, *own)
 
     def rename(name: str) -> str:
         return family.renamed(name) if name.startswith(family.prefix) else TARGETS_PREFIX + name
 
     others = {name for name in stored_tensors(folder, rename) if name.startswith(TARGETS_PREFIX)}
     weight_format = loading.read_weight_format(folder, loading.read_config(folder))
-    load_weights(head, folder, device, dtype, ignored=others, rename=rename, weight_format=weight_format)
+    given: Any = dict(ignored=others, rename=rename, weight_format=weight_format)
+    load_weights(head, folder, target.device, target.dtype, **given)
     for module in head.modules():
         if isinstance(module, RMSNorm) and config.norm_offset:
             module.weight.add_(config.norm_offset)
@@ -68,10 +60,7 @@ def load_mtp(
 
 
 def read_mtp(
-    path: str | Path | None,
-    target: loading.TargetFolder,
-    hidden_in: str | None = None,
-    feedback: str | None = None,
+    path: str | Path | None, target: loading.TargetFolder, hidden_in: str | None = None, feedback: str | None = None
 ) -> MTPFolder:
     """A head that fits `target`, see `load_mtp`; no weights are read."""
     folder = target.path if path is None else resolve_folder(path)

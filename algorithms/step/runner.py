@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from algorithms.engine.clock import PhaseClock, Stamps
-from algorithms.engine.settings import GRAPH_LEVELS, LAST_CAPTURED
+from algorithms.engine.settings import LAST_CAPTURED
 from algorithms.step.context import COLUMNS, StepParts
 from algorithms.step.prefill_batch import PrefillBatch
 from algorithms.step.sampling_params import SamplingNeeds
 from algorithms.step.step import PHASES, Step, phases_of
-from specdec_kernels.checks import expect_choice
 
 _WARMUP_RUNS = 2
 _TIMED_RUNS = 5
@@ -129,7 +128,6 @@ class StepRunner:
         capture: Capture | None = None,
         prefills: Sequence[PrefillBatch] = (),
     ) -> None:
-        expect_choice("runtime.graph", level, GRAPH_LEVELS)
         if level != "none" and capture is None and parts.resources.device.type != "cuda":
             raise ValueError(
                 f"runtime.graph={level} captures CUDA graphs and needs a CUDA device, got {parts.resources.device}; "

@@ -5,12 +5,14 @@ lossless, 130 interrupted or terminated. Of several jobs the largest counts. `HY
 every error.
 """
 
+import codecs
 import logging
 import os
 import re
 import signal
 import sys
 import traceback
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +30,6 @@ from experiments.app.compose import MAIN_CONFIG, build_config, every_key, option
 from experiments.app.errors import UserError, disk_is_full, unknown_key_message, unknown_option_message
 from experiments.app.resume import resumed_words
 from experiments.app.schema import CONFIG_FOLDER
-from experiments.app.streams import write_plain_characters
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130
@@ -161,3 +162,25 @@ def explain(error: Exception, config_name: str | None = None) -> str:
         return message
     lines = dict.fromkeys(line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines())
     return "\n".join(line for line in lines if line and not line.startswith(NOISE))
+
+
+SPELLED = {"–": "-", "—": "-", "·": "|", "×": "x", "±": "+-", "…": "...", "→": "->", "≥": ">=", "≤": "<=", "█": "#"}
+HANDLER = "specdec.plain"
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Replacements for characters that a stream cannot encode."""
+    assert isinstance(error, UnicodeEncodeError)
+    found = []
+    for character in error.object[error.start : error.end]:
+        letters = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+        found.append(SPELLED.get(character) or letters or "?")
+    return "".join(found), error.end
+
+
+def write_plain_characters() -> None:
+    """Let the standard streams write plain characters in place of those that they cannot encode. Files are UTF-8."""
+    codecs.register_error(HANDLER, _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=HANDLER)

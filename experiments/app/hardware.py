@@ -1,11 +1,29 @@
-"""The device, the dtype and the implementation of a run, settled once."""
+"""The device, the dtype and the implementation of a run, settled once, and its processes, one per device.
 
+Several processes may share one target. torchrun starts them, `join` connects them:
+
+    torchrun --nproc-per-node=2 run.py runtime.tensor_parallel=2
+
+Every process runs the whole experiment on the same requests. Only process 0 prints and leaves files.
+"""
+
+from __future__ import annotations
+
+import atexit
 import importlib.util
 import os
+import shutil
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from algorithms.engine.settings import RuntimeSettings, runs_fused
 from experiments.app.errors import UserError
+
+if TYPE_CHECKING:
+    from algorithms.models.loading import Target, TargetFolder
+
 
 INTERPRET = "TRITON_INTERPRET"
 INTERPRETER = "triton-interpreter"  # the label in records of kernels that Triton's interpreter runs
@@ -49,9 +67,65 @@ def resolve_hardware(runtime: RuntimeSettings) -> Hardware:
     if device == "cpu":
         if dtype == "bfloat16":
             raise UserError(
-                "runtime.dtype=bfloat16 without a GPU: Triton's interpreter computes bfloat16 wrongly\n"
+                "runtime.dtype=bfloat16 on the CPU: Triton's interpreter computes bfloat16 wrongly\n"
                 "use runtime.dtype=float32, or runtime.impl=reference"
             )
         os.environ[INTERPRET] = "1"
     label = INTERPRETER if os.environ.get(INTERPRET) == "1" else "triton"
     return Hardware(device, dtype, "triton", label, forward)
+
+
+def rank() -> int:
+    """Number of this process; 0 where it is the only one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_main_process() -> bool:
+    """Whether this process prints and writes for all."""
+    return rank() == 0
+
+
+def output_folder(asked: Path) -> Path:
+    """The folder that this process may write to: the run folder in the main process, in others a temporary folder that
+    is removed when the process ends."""
+    if is_main_process():
+        return asked
+    folder = Path(tempfile.mkdtemp(prefix="specdec_rank_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def join(tensor_parallel: int, device: str) -> None:
+    """Connect the processes of a tensor-parallel run. Raises UserError unless `tensor_parallel` processes run."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != tensor_parallel:
+        asked = f"runtime.tensor_parallel={tensor_parallel}"
+        again = f"torchrun --nproc-per-node={tensor_parallel} run.py {asked} …"
+        raise UserError(f"{asked} needs {tensor_parallel} processes, got {started}\nstart it with {again}")
+    if tensor_parallel == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    from algorithms.parallel import heartbeat
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        heartbeat.start()
+
+
+def load_shared(folder: TargetFolder, hardware: Hardware, tensor_parallel: int, weight_dtype: str) -> Target:
+    """The target, or this process's slice of it. Raises ModelError or ValueError where it cannot be loaded."""
+    import torch
+
+    from algorithms.models.loading import Target, load_target
+    from algorithms.parallel.sharding import shard
+
+    dtype = getattr(torch, hardware.dtype)
+    if tensor_parallel == 1:
+        return load_target(folder, hardware.device, dtype, weight_dtype)
+    whole = load_target(folder, "cpu", dtype)
+    model = shard(whole.model, rank(), tensor_parallel).to(hardware.device)
+    return Target(model.config, whole.path, model, origin=whole.origin)

@@ -23,9 +23,8 @@ from algorithms.models.tokenizer import Tokenizer
 from algorithms.parallel.collectives import own_share
 from algorithms.parallel.sharding import check_shareable
 from algorithms.registry import available
-from experiments.app.distributed import join, load_shared
 from experiments.app.errors import UserError, unknown_option_message, user_errors
-from experiments.app.hardware import Hardware, resolve_hardware
+from experiments.app.hardware import Hardware, join, load_shared, resolve_hardware
 from experiments.app.identity import SHARE_TARGET
 from experiments.app.schema import DRAFT_PATH, ModelConfig, RunConfig, TrackerConfig
 from experiments.app.task_schema import MethodsTask

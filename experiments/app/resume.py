@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from experiments.app.errors import UserError
-from experiments.app.locks import locked
+from experiments.app.files import locked
 from experiments.app.provenance import git_revision
 from experiments.report.tables import flatten
 
@@ -80,11 +80,6 @@ def is_running(folder: Path, status: Mapping[str, Any]) -> bool:
         return (datetime.now(timezone.utc) - seen).total_seconds() < ALIVE_S
     except (KeyError, TypeError, ValueError):
         return False
-
-
-def own_words(overrides: Sequence[str]) -> list[str]:
-    """The settings of a run without `resume` and `resume_force`."""
-    return [word for word in overrides if word.split("=")[0] not in (RESUME, FORCE)]
 
 
 def check_unchanged(folder: Path, composed: DictConfig, forced: bool) -> None:

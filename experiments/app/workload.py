@@ -1,19 +1,133 @@
-"""The requests of a prompt set. A prompt that the target cannot serve is found before weights load."""
+"""The requests of a prompt set, their grammars, and the later turns of conversations, each of which follows the answer
+to the previous turn and contains it. A prompt that the target cannot serve is found before weights load."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from algorithms.engine.grammar import Grammars
-from algorithms.engine.request import Request
+from algorithms.engine.grammar import GrammarError, Grammars
+from algorithms.engine.request import Completion, Request
 from algorithms.frontend import make_request, request_seed
 from algorithms.models.config import DecoderConfig
 from algorithms.models.tokenizer import Tokenizer
-from experiments.app.conversation import longest_turn
+from algorithms.step.sampling_params import GRAMMARS, GrammarParams
 from experiments.app.errors import UserError
-from experiments.app.grammars import compile_all, grammar_of
 from experiments.app.schema import RunConfig
 from experiments.data.prompts import Prompt, PromptSet
+
+SLACK_PER_TURN = 32  # tokens by which an answer may grow when its text is encoded again, and the markup around it
+FILE = "@"  # on the command line a grammar that begins so is the name of a file; one that begins with two is text
+
+
+def grammar_of(own: Mapping[str, Any] | None, params: GrammarParams, place: str = "") -> GrammarParams:
+    """The grammar of a prompt: its `own`, always as text, with the other settings of `params`, or `params`, with the
+    text of the file where the grammar is `@FILE`, and `@…` where it is `@@…`. Raises UserError where the file cannot be
+    read, and that names the prompt's `place` where `own` is no grammar."""
+    if own is None:
+        return _from_file(params) if params.text.startswith(FILE) else params
+    known = [item.name for item in fields(GrammarParams)]
+    if unknown := [key for key in own if key not in known]:
+        raise UserError(f"{place}: key 'grammar': expected {', '.join(known)}, got {unknown[0]!r}")
+    changes: dict[str, Any] = dict.fromkeys(GRAMMARS) | dict(own)
+    try:
+        return replace(params, **changes)
+    except ValueError as error:
+        raise UserError(f"{place}: key 'grammar': {error}") from error
+
+
+def _from_file(params: GrammarParams) -> GrammarParams:
+    text = params.text.removeprefix(FILE)
+    if not text.startswith(FILE):
+        try:
+            text = Path(text).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise UserError(f"sampling.grammar.{params.kind}: {text}: cannot be read: {reason}") from error
+    changes: dict[str, Any] = {str(params.kind): text}
+    return replace(params, **changes)
+
+
+def compile_all(
+    requests: Sequence[Request], tokenizer: Tokenizer, vocab_size: int, place: Callable[[Request], str]
+) -> Grammars | None:
+    """A compiler that has compiled what `requests` need; None if they need none. Raises UserError that names the place
+    of the first request whose grammar cannot be compiled."""
+    constrained = [request for request in requests if request.sampling.constrained]
+    if not constrained:
+        return None
+    try:
+        grammars = Grammars.of_tokenizer(tokenizer, vocab_size)
+    except GrammarError as error:
+        raise UserError(str(error)) from error
+    for request in constrained:
+        try:
+            grammars.matcher(request.sampling.grammar, request.ends)
+        except GrammarError as error:
+            raise UserError(f"{place(request)}: {error}") from error
+    return grammars
+
+
+def longest_turn(prompt: Prompt, first: Request, tokenizer: Tokenizer) -> int:
+    """A bound on the tokens of the last turn of `prompt`, all answers included; `first` is its first turn."""
+    answered = prompt.num_turns - 1
+    if not answered:
+        return first.max_length
+    empty = len(prompt.encode(tokenizer, [""] * answered))
+    return empty + prompt.num_turns * first.sampling.max_new_tokens + answered * SLACK_PER_TURN
+
+
+class Conversations:
+    """Makes the later turns of `prompts` while `asked` is served: what `Engine.generate` calls with each completion.
+
+    Request i of `asked` is the first turn of prompt i, counted modulo the number of prompts. Turn t of it has the
+    number i + t * len(asked), and a seed of its own. A conversation ends before a turn of more than `max_length`
+    tokens, prompt and answer: an answer may have more tokens when its text is encoded again.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], asked: Sequence[Request], tokenizer: Tokenizer, max_length: int | None = None
+    ) -> None:
+        self._prompts, self._count, self._tokenizer, self._max_length = prompts, len(asked), tokenizer, max_length
+        self.num_too_long = 0
+        """Conversations that ended because their next turn was too long."""
+        self._asked = {request.id: request for request in asked}
+        self._replies: dict[int, list[str]] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that there will be in all."""
+        return sum(self._prompt(first).num_turns for first in range(self._count))
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests so far, by number."""
+        return [self._asked[number] for number in sorted(self._asked)]
+
+    def __call__(self, completion: Completion) -> Request | None:
+        """The turn that follows `completion`; None after the last one, after a failed
+        request, and where it would be too long."""
+        number = completion.request_id
+        turn, first = divmod(number, self._count)
+        prompt = self._prompt(first)
+        if turn + 1 == prompt.num_turns or completion.error:
+            return None
+        replies = self._replies.setdefault(first, [])
+        replies.append(completion.text)
+        request = self._asked[number]
+        follow = replace(
+            request.with_sampling(seed=request.sampling.seed + len(self._prompts)),
+            id=number + self._count,
+            prompt_ids=tuple(prompt.encode(self._tokenizer, replies)),
+        )
+        if self._max_length is not None and follow.max_length > self._max_length:
+            self.num_too_long += 1
+            return None
+        self._asked[follow.id] = follow
+        return follow
+
+    def _prompt(self, first: int) -> Prompt:
+        return self._prompts[first % len(self._prompts)]
 
 
 class Entry(NamedTuple):

@@ -24,29 +24,19 @@ Copies = Sequence[dict[str, Any]]  # arguments of a call, as often as fill the c
 
 
 class CaseResult(TypedDict, total=False):
-    """One case. Times of a kernel that disagrees with its reference are missing, and on a CPU all rates and ratios."""
+    """One case. Times of a kernel that disagrees with its reference are missing, and on a CPU all rates and ratios.
+    A result has more than these columns."""
 
     family: Annotated[str, Metric("Family of kernels.", "family")]
     case: Annotated[str, Metric("Named input.", "case")]
     function: Annotated[str, Metric("Public function.")]
-    dtype: str
     status: Annotated[str, Metric("ok, disagrees (with its reference), failed, or not run.", "parity")]
     problem: Annotated[str, Metric("Why the status is not ok.")]
     compared: Annotated[str, Metric("What was compared with the reference.")]
-    shape: dict[str, Any]
     median_us: Annotated[float, Metric("Microseconds of a call, the median; graph replay on a GPU.", "us")]
     p20_us: Annotated[float, Metric("The 20 % quantile of the times.", "p20 us")]
     p80_us: Annotated[float, Metric("The 80 % quantile of the times.", "p80 us")]
-    repeats: int
-    clock: str
-    cache: str
     call_median_us: Annotated[float, Metric("Microseconds of a call from Python, launches included.", "us/call")]
-    call_p20_us: float
-    call_p80_us: float
-    call_repeats: int
-    moved_bytes: int
-    flop: int
-    work_counted: str
     bytes_per_s: Annotated[float, Metric("Bytes that the call must move, over its time.", "GB/s", digits=0, scale=1e-9)]
     flop_per_s: Annotated[
         float,
@@ -56,8 +46,6 @@ class CaseResult(TypedDict, total=False):
             show=lambda r: figure(r["flop_per_s"] * 1e-12) if r.get("flop") else DASH,
         ),
     ]
-    floor_us: float
-    bound: str
     ceiling_pct: Annotated[
         float,
         Metric(
@@ -66,11 +54,7 @@ class CaseResult(TypedDict, total=False):
             show=lambda r: f"{r['ceiling_pct']:.0f}% {r['bound']}" if "ceiling_pct" in r else DASH,
         ),
     ]
-    reference: str
-    reference_us: float
     reference_ratio: Annotated[float, Metric("Time of the reference in plain torch over ours.", "torch x")]
-    peers: dict[str, dict[str, Any]]
-    case_wall_s: float
 
 
 def case_columns(peers: Sequence[str]) -> list[Column]:

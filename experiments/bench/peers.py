@@ -24,7 +24,7 @@ import torch
 
 from algorithms.attention.backends.flash_attention_4 import FlashAttention4
 from algorithms.attention.backends.flashinfer import FlashInferBackend
-from algorithms.attention.backends.protocol import BackendError
+from algorithms.attention.backends.protocol import BackendError, LayerInputs
 from specdec_kernels.attention import AttentionMetadata, AttentionShape, visible_keys
 from specdec_kernels.compat import sglang
 from specdec_kernels.parity import tensors_in
@@ -133,7 +133,7 @@ def _through(backend: Callable[[], Any]) -> Prepare:
             planned = built.plan(inputs["metadata"], AttentionShape.of(q, kv), "verify")
         except BackendError as reason:
             raise Unavailable(str(reason)) from reason
-        return lambda: built.run(planned, q, kv, inputs.get("sinks"))
+        return lambda: built.run(planned, LayerInputs(q, kv, inputs.get("sinks")))
 
     return prepared
 

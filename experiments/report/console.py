@@ -15,10 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from experiments.app.distributed import is_main_process
+from experiments.app.hardware import is_main_process
 from experiments.report.html_page import position_counts
-from experiments.report.plots import PHASE_COLOURS
 from experiments.report.tables import Result, counted, figure
+from experiments.report.templates import PHASE_COLOURS
 
 if TYPE_CHECKING:
     from algorithms.engine.session import StepReport

@@ -7,9 +7,8 @@ import yaml
 
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.metrics import MethodResult, lossless_tone
-from experiments.report.plots import PHASE_COLOURS, Series, chart
 from experiments.report.tables import DASH, Column, Result, at, counted, declared, figure, html_table, words
-from experiments.report.templates import html, section
+from experiments.report.templates import PHASE_COLOURS, Series, chart, html, section
 
 Card = tuple[str, str, str | None]  # figure, caption and tone (`good`, `bad` or None)
 

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from experiments.app.atomic_write import write_whole
 from experiments.app.errors import UserError, disk_is_full, user_errors
-from experiments.app.locks import take
+from experiments.app.files import JsonLog, take, to_json, write_whole
 from experiments.app.resume import CONFIG, STATUS, read_status
-from experiments.report.json_log import JsonLog, to_json
 
 REPORT, SUMMARY, REQUESTS, DECODINGS = "report.html", "summary.json", "requests.jsonl", "decodings.jsonl"
 KV_SCALES = "kv_scales.safetensors"

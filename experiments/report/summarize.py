@@ -157,18 +157,16 @@ def predict_speedup(method: Mapping[str, Any], baseline: Mapping[str, Any]) -> m
 
 def lossless(
     completions: Sequence[Completion],
-    baseline: Sequence[Completion] | None,
-    look: Look | None = None,
+    baseline: Sequence[Completion],
+    look: Look = lambda index, found: {},
     ties_possible: bool = True,
 ) -> metrics.Lossless:
     """How many requests have exactly the tokens of the baseline, and where the first that differs does so.
     `look(index, difference)` adds the logits at a difference and says whether it is a numerical tie. The reported
     difference is the first that is no tie, else the first. Without `ties_possible` only the first is looked at."""
-    if baseline is None:
-        return {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
     pairs = list(zip(completions, baseline, strict=True))
     found = [(i, first_difference(*pair)) for i, pair in enumerate(pairs) if pair[0].token_ids != pair[1].token_ids]
-    for i, difference in (found if ties_possible else found[:1]) if look else []:
+    for i, difference in found if ties_possible else found[:1]:
         difference.update(look(i, difference))  # type: ignore[misc, typeddict-item]
     faults = [difference for _, difference in found if not difference.get("numerical_tie")]
     return {

@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from experiments.report.json_log import to_json
+from experiments.app.files import to_json
 from experiments.report.templates import html
 
 Result = Mapping[str, Any]  # one line of a table. The tasks declare their keys.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from experiments.app.distributed import is_main_process
+from experiments.app.hardware import is_main_process
 from experiments.app.schema import TrackerConfig
 from experiments.report.tables import Result, flatten
 
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from algorithms.engine.session import StepReport
 
 LIVE_S = 2.0  # seconds between two figures of a run that goes on
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The name of a run. `sweep` and `job` are None for a run that is not part of a sweep."""
-
-    name: str
-    sweep: str | None = None
-    job: str | None = None
 
 
 @dataclass
@@ -83,13 +74,14 @@ class Tracker:
 
 @contextmanager
 def tracking(
-    config: TrackerConfig, folder: Path, settings: Mapping[str, Any], identity: Identity, task: str
+    config: TrackerConfig, folder: Path, settings: Mapping[str, Any], task: str, name: str, sweep: str | None = None
 ) -> Iterator[Tracker]:
-    """A tracker for the run in `folder` with the resolved configuration `settings`; the run of wandb ends with it."""
+    """A tracker for the run `name` in `folder` with the resolved configuration `settings`; the run of wandb ends with
+    it. In a sweep the folder has the name of the job."""
     tracker = Tracker()
     if config.name != "none" and config.mode != "disabled" and is_main_process():
         with tracker._kept():
-            tracker.run = _wandb_run(config, folder, settings, identity, task)
+            tracker.run = _wandb_run(config, folder, settings, task, name, sweep)
     started, failed = tracker.run, True
     try:
         yield tracker
@@ -105,13 +97,15 @@ def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flatten(values).items() if isinstance(value, (int, float, str))}
 
 
-def _wandb_run(config: TrackerConfig, folder: Path, settings: Mapping[str, Any], identity: Identity, task: str) -> Any:
+def _wandb_run(
+    config: TrackerConfig, folder: Path, settings: Mapping[str, Any], task: str, name: str, sweep: str | None
+) -> Any:
     import wandb
 
     off: Any = dict(x_disable_stats=True, disable_git=True, disable_code=True)
-    named: dict[str, Any] = {"group": config.group, "name": identity.name}
-    if identity.job is not None and "WANDB_SWEEP_ID" not in os.environ:
-        named |= {"id": f"{identity.sweep}-{identity.job}", "resume": "allow", "group": config.group or identity.sweep}
+    named: dict[str, Any] = {"group": config.group, "name": name}
+    if sweep is not None and "WANDB_SWEEP_ID" not in os.environ:
+        named |= {"id": f"{sweep}-{folder.name}", "resume": "allow", "group": config.group or sweep}
     return wandb.init(
         project=config.project,
         entity=config.entity,

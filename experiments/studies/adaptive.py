@@ -18,8 +18,16 @@ from experiments.app.plan import Plan
 from experiments.report.metrics import MethodResult
 from experiments.report.tables import DASH, Column, Metric, Result, columns, figure
 from experiments.tasks.base import Task
-from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded, baseline_config, make_engine, method_result, warm_up
-from experiments.tasks.throughput import repeated
+from experiments.tasks.decoding import (
+    AUTOREGRESSIVE,
+    Decoded,
+    baseline_config,
+    engine_of,
+    make_algorithm,
+    method_result,
+    warm_up,
+)
+from experiments.tasks.throughput import at_concurrency
 from specdec_kernels.launch import record_compilations
 
 CHOSEN, CONFIGURED = "adaptive", "configured"
@@ -105,19 +113,14 @@ class Adaptive(Task):
         """Every prompt set in every setting, by one engine, `task.repeats` interleaved rounds. The setting is `only`,
         or each number of nodes of the engine, and its choice."""
         longest = max(workload.max_length for workload in self.plan.workloads)
-        engine, algorithm, backend = make_engine(plan, self.target, algo, longest)
+        engine = engine_of(plan, self.target, make_algorithm(plan, self.target, algo), longest)
         sizing, batch = engine.parts.sizing, plan.config.runtime.max_batch
         settings: list[tuple[str, int | None]] = [(only, None)] if only else []
         if not only:
             if sizing is None:
                 raise UserError(f"task=adaptive: {label} verifies one node a step, so there is nothing to choose")
             settings = [(str(nodes), index) for index, nodes in enumerate(sizing.nodes)][1:] + [(CHOSEN, None)]
-        requests = {
-            workload.name: repeated(
-                workload.requests, max(len(workload.requests), batch * self.plan.config.task.requests)
-            )
-            for workload in self.plan.workloads
-        }
+        requests = {workload.name: at_concurrency(plan, workload, batch)[1] for workload in self.plan.workloads}
         found: dict[Key, list[Decoded]] = {}
         with user_errors(EngineError):
             warm_up(engine, plan, requests[self.plan.workloads[0].name])
@@ -130,7 +133,7 @@ class Adaptive(Task):
                     timed = engine.generate(requests[data], on_end=self.recorder(data, name, number))
                 made: Any = dict(requests=requests[data], generation=timed, timed=timed, compiled=list(compiled))
                 made |= {} if fixed is None else {"num_nodes": int(setting)}
-                found.setdefault((data, setting), []).append(Decoded.by(algo, algorithm, backend, **made))
+                found.setdefault((data, setting), []).append(Decoded.by(algo, engine, **made))
                 rate = sum(len(c.token_ids) for c in timed.completions) * 1e3 / max(timed.decode_ms, 1e-9)
                 self.console.print(f"{data}, {name}: {rate:,.1f} tokens/s", highlight=False)
         return found

@@ -117,7 +117,7 @@ class VerificationRules(Task):
         probe = Probe(algorithm, rules)
         # All rules judge whole trees.
         plan = self.plan.varied(adaptive=False)
-        engine, _ = engine_of(plan, self.target, probe, workload.max_length)
+        engine = engine_of(plan, self.target, probe, workload.max_length)
         settings = dict(temperature=self.plan.config.task.temperature)
         # The probe keys its figures by the seed of a request.
         requests = [

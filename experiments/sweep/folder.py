@@ -10,18 +10,16 @@ sweep.json          the keys that were swept, and when the sweep was started wit
 A job is done where its run folder has a summary. A process that was killed leaves none.
 """
 
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.app.atomic_write import write_whole
-from experiments.app.locks import locked
+from experiments.app.files import locked, read_object, to_json, write_whole
 from experiments.app.resume import STATUS
-from experiments.report.run_folder import SUMMARY, to_json
+from experiments.report.run_folder import SUMMARY
 from experiments.report.tables import Column
 
 DONE, RUNNING, REFUSED, FAILED, KILLED, OPEN = "done", "running", "refused", "failed", "killed", "open"
@@ -59,7 +57,7 @@ class SweepFolder:
 
     def record(self, job: str) -> JobRecord | None:
         """The record of a job; None where it is not in the sweep."""
-        found = _read(self.path / JOBS / f"{job}.json")
+        found = read_object(self.path / JOBS / f"{job}.json")
         return None if found is None else JobRecord(**found)
 
     def records(self) -> list[JobRecord]:
@@ -75,7 +73,7 @@ class SweepFolder:
 
     def summary(self, job: str) -> dict[str, Any] | None:
         """The whole summary.json of a job; None where it is missing or broken."""
-        found = _read(self.path / job / SUMMARY)
+        found = read_object(self.path / job / SUMMARY)
         return found if found is not None and "rows" in found else None
 
     def state(self, job: str) -> str:
@@ -87,14 +85,14 @@ class SweepFolder:
             with locked(lock) as free:
                 if not free:
                     return RUNNING
-        if (_read(self.path / job / STATUS) or {}).get("status") in UNFINISHED:
+        if (read_object(self.path / job / STATUS) or {}).get("status") in UNFINISHED:
             return KILLED
         record = self.record(job)
         return OPEN if record is None or record.ended is None else KILLED if record.ended == DONE else record.ended
 
     def settings(self) -> dict[str, Any]:
         """The content of sweep.json: `keys` that were swept, ids of `jobs` in their order, and `starts`."""
-        return _read(self.path / SWEEP) or {"keys": [], "jobs": [], "starts": []}
+        return read_object(self.path / SWEEP) or {"keys": [], "jobs": [], "starts": []}
 
     def swept(self, record: JobRecord, keys: Sequence[str] = ()) -> str:
         """The overrides that distinguish a job in the sweep, of `keys` and of all keys that were swept before."""
@@ -125,12 +123,3 @@ class SweepFolder:
 
     def _make(self, name: str) -> None:
         (self.path / name).mkdir(parents=True, exist_ok=True)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None where the file is missing, empty or broken."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return dict(found) if isinstance(found, Mapping) else None

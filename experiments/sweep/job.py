@@ -10,8 +10,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments.app.distributed import is_main_process
 from experiments.app.errors import NotLossless, UserError
+from experiments.app.hardware import is_main_process
 from experiments.app.identity import job_id, what_matters
 from experiments.app.resume import check_unchanged, read_status
 from experiments.sweep.folder import DONE, FAILED, REFUSED, UNFINISHED, JobRecord, SweepFolder

@@ -8,28 +8,25 @@ from typing import Any, ClassVar
 import torch
 from rich.console import Console
 
-from algorithms.algorithm import Algorithm
-from algorithms.attention.backends.protocol import Backend
 from algorithms.engine.engine import Engine
 from algorithms.engine.request import Completion, EngineError, Request
 from algorithms.engine.session import StepReport
 from algorithms.models.loading import Target
 from algorithms.parallel.collectives import from_rank_0, parallel
-from experiments.app.conversation import Conversations
 from experiments.app.errors import user_errors
+from experiments.app.files import json_lines
 from experiments.app.plan import Plan
-from experiments.app.workload import Workload
+from experiments.app.workload import Conversations, Workload
 from experiments.report import checks
 from experiments.report.console import step_progress
 from experiments.report.html_page import Card
-from experiments.report.json_log import json_lines
 from experiments.report.metrics import MethodResult
 from experiments.report.run_folder import RunFolder
 from experiments.report.tables import Column, Result, counted, csv_text, markdown
 from experiments.report.tracking import Tracker
 from experiments.tasks import decoding, resumed
-from experiments.tasks.baselines import BaselineStore
 from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded
+from experiments.tasks.resumed import BaselineStore
 from specdec_kernels.launch import record_compilations
 
 SHORT_RUN_ROUNDS = 3
@@ -161,12 +158,12 @@ class Task:
         follow: Callable[[], Conversations | None],
     ) -> Decoded:
         """As `decode`, in this process; `follow` makes the later turns."""
-        engine, algorithm, backend = self.engine_for(plan, target, algo, workload)
+        engine = self.engine_for(plan, target, algo, workload)
         ended = resumed.finished(self.folder, key) if self.folder.resumed and not key.round else {}
         rest = resumed.still_to_do(first, ended, conversations := follow())
         # A decoding begins again where drafts depend on what was served before, where the task wants it whole, and
         # where the run ended between the last request and its times.
-        if ended and (algorithm.learns or not self.keeps_parts or not rest):
+        if ended and (engine.parts.algorithm.learns or not self.keeps_parts or not rest):
             resumed.drop(self.folder, key)
             ended, rest, conversations = {}, list(first), follow()
         title = key.method + (f", round {key.round + 1}" if key.round else "")
@@ -194,15 +191,13 @@ class Task:
         completions = ended | {completion.request_id: completion for completion in timed.completions}
         generation = replace(timed, completions=[completions[request.id] for request in every])
         made: Any = dict(requests=every, generation=generation, timed=timed, compiled=list(compiled))
-        decoded = Decoded.by(algo, algorithm, backend, **made, process=self.folder.process)
+        decoded = Decoded.by(algo, engine, **made, process=self.folder.process)
         self.folder.decodings.append(resumed.decoding_entry(key, decoded))
         return decoded
 
-    def engine_for(
-        self, plan: Plan, target: Target, algo: Any, workload: Workload
-    ) -> tuple[Engine, Algorithm, Backend]:
-        """As `make_engine`: an engine that serves `workload`, without anything that earlier requests have left."""
-        return decoding.make_engine(plan, target, algo, workload.max_length)
+    def engine_for(self, plan: Plan, target: Target, algo: Any, workload: Workload) -> Engine:
+        """An engine that serves `workload`, without anything that earlier requests have left."""
+        return decoding.engine_of(plan, target, decoding.make_algorithm(plan, target, algo), workload.max_length)
 
     def recorder(self, data: str, method: str, round_number: int = 0) -> Callable[[Completion], None]:
         """For a task that serves requests itself: a function that records each of them as it ends."""

@@ -25,11 +25,6 @@ class Compare(Task):
     def label(self, result: Result) -> str:
         return f"{result['data']}, {result['method']}"
 
-    def warnings(self, results: Sequence[Result]) -> list[str]:
-        levels = sorted({result["graphs"]["level"] for result in results})
-        unfair = f"methods differ in runtime.graph ({', '.join(levels)}): set it for all of them"
-        return ([unfair] if len(levels) > 1 else []) + super().warnings(results)
-
     def sections(self, results: Sequence[Result]) -> list[str]:
         parts = []
         for data in dict.fromkeys(result["data"] for result in results):

@@ -11,7 +11,6 @@ import torch
 
 from algorithms import load_algorithm, load_backend
 from algorithms.algorithm import Algorithm
-from algorithms.attention.backends.protocol import Backend
 from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from algorithms.engine.session import Generation
@@ -50,15 +49,16 @@ class Decoded:
     process: str = ""  # the process of the run whose clock the times are of; a run that is resumed has several
 
     @classmethod
-    def by(cls, algo: Any, algorithm: Algorithm, backend: Any, **decoding: Any) -> Decoded:
-        """A decoding by `algorithm`, which has the configuration `algo`, on `backend`."""
+    def by(cls, algo: Any, engine: Engine, **decoding: Any) -> Decoded:
+        """A decoding by `engine`, whose algorithm has the configuration `algo`."""
+        algorithm = engine.parts.algorithm
         made = {
             "algo": algo.name,
             "config": asdict(algo),
             "max_depth": algorithm.max_depth,
             "rule": algorithm.rule,
             "drafts_with_model": algorithm.needs_draft_model,
-            "attention": dict(backend.served),
+            "attention": dict(engine.parts.resources.backend.served),
             "num_nodes": algorithm.num_nodes,
         }
         return cls(**{**made, **decoding})
@@ -96,14 +96,6 @@ def warm_up(engine: Engine, plan: Plan, requests: Sequence[Request]) -> None:
     engine.reset()
 
 
-def make_engine(plan: Plan, target: Target, algo: Any, longest: int) -> tuple[Engine, Algorithm, Backend]:
-    """An engine for the algorithm that `algo` configures, that algorithm, and its attention backend. `longest` is the
-    length of the longest request in tokens, prompt and output."""
-    algorithm = make_algorithm(plan, target, algo)
-    engine, backend = engine_of(plan, target, algorithm, longest)
-    return engine, algorithm, backend
-
-
 def make_algorithm(plan: Plan, target: Target, algo: Any) -> Algorithm:
     """The algorithm that `algo` configures, with its drafter."""
     drafter = plan.config.model.drafter_of_method(algo)
@@ -111,8 +103,8 @@ def make_algorithm(plan: Plan, target: Target, algo: Any) -> Algorithm:
         return load_algorithm(algo, target, drafter)
 
 
-def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) -> tuple[Engine, Backend]:
-    """An engine for `algorithm`, and its attention backend; `longest` as in `make_engine`."""
+def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) -> Engine:
+    """An engine for `algorithm`; `longest` is the length of the longest request in tokens, prompt and output."""
     config, runtime, impl = plan.config, plan.config.runtime, plan.hardware.impl
     settings = replace(
         runtime,
@@ -128,7 +120,7 @@ def engine_of(plan: Plan, target: Target, algorithm: Algorithm, longest: int) ->
         backend = load_backend(config.backend, impl, runtime.deterministic)
         grammars = next((workload.grammars for workload in plan.workloads if workload.grammars), None)
         given: Any = dict(grammars=grammars, kv_scales=plan.kv_scales())
-        return Engine(target, algorithm, backend, settings, plan.tokenizer.decode, **given), backend
+        return Engine(target, algorithm, backend, settings, plan.tokenizer.decode, **given)
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from experiments.app.files import json_lines
 from experiments.report import console as terminal
 from experiments.report.html_page import Card, acceptance_bars, method_cards, request_details, step_times
-from experiments.report.json_log import json_lines
 from experiments.report.metrics import GENERATE
 from experiments.report.summarize import answer_verdict
 from experiments.report.tables import Result

@@ -56,7 +56,7 @@ class GraphAblation(Task):
             own = {
                 "level": level,
                 "differing": differing,
-                "note": level_note(algo.name, level, generation.graphs.level, differing),
+                "note": f"{differing} requests differ" if differing else "same tokens",
                 "launch_ms_per_step": generation.launch_ms / steps,
                 "device_ms_per_step": sum(ms for phase, ms in phases.items() if phase != "host") / steps,
             }
@@ -73,10 +73,3 @@ class GraphAblation(Task):
             for result in results
             if self.plan.exact and result.get("differing")
         ]
-
-
-def level_note(algo: str, configured: str, used: str, differing: int) -> str:
-    """A note on the result; an algorithm may fix its own level of capture."""
-    if used != configured:
-        return f"algo={algo} ran with graph={used}"
-    return f"{differing} requests differ" if differing else "same tokens"

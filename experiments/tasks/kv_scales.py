@@ -18,7 +18,7 @@ from experiments.app.errors import UserError, user_errors
 from experiments.report.run_folder import KV_SCALES
 from experiments.report.tables import Metric, Result, columns
 from experiments.tasks.base import Task
-from experiments.tasks.decoding import AUTOREGRESSIVE, baseline_config, make_engine
+from experiments.tasks.decoding import AUTOREGRESSIVE, baseline_config
 
 LARGEST_E4M3 = 448.0
 
@@ -66,7 +66,7 @@ class KVScales(Task):
     def _largest(self) -> tuple[torch.Tensor, int]:
         """Largest magnitudes [layers, 2, H_kv] float32 of keys and values, and the number of stored tokens."""
         (workload,) = self.plan.workloads
-        engine, _, _ = make_engine(self.plan, self.target, baseline_config(), workload.max_length)
+        engine = self.engine_for(self.plan, self.target, baseline_config(), workload)
         if not isinstance(engine.parts.memory, PagedMemory):
             raise UserError("task=kv_scales: expected a target whose layers all have attention")
         cache, batch = engine.parts.memory.cache, self.plan.config.runtime.max_batch

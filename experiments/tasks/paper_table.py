@@ -10,23 +10,21 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from algorithms.algorithm import Algorithm
-from algorithms.attention.backends.protocol import Backend
 from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from algorithms.frontend import SEED_STRIDE
 from algorithms.models.loading import Target
+from experiments.app.files import json_lines
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
 from experiments.report.intervals import wilson
-from experiments.report.json_log import json_lines
 from experiments.report.metrics import MethodResult
 from experiments.report.pivot import Estimate, Figure, Pivot, csv_text, html, latex, markdown, over_seeds, with_average
 from experiments.report.tables import Metric, Result, columns
 from experiments.report.templates import section
 from experiments.tasks import resumed
 from experiments.tasks.compare import Compare
-from experiments.tasks.decoding import AUTOREGRESSIVE, make_engine
+from experiments.tasks.decoding import AUTOREGRESSIVE, engine_of, make_algorithm
 from experiments.tasks.throughput import at_concurrency
 
 SPEEDUP, TOKENS = Figure("speedup", unit="×"), Figure("tokens/step")
@@ -53,7 +51,7 @@ class PaperTable(Compare):
 
     def __init__(self, plan: Plan, target: Target, console: Console) -> None:
         super().__init__(plan, target, console)
-        self._engines: dict[str, tuple[Engine, Algorithm, Backend]] = {}
+        self._engines: dict[str, Engine] = {}
         self._batch = plan.config.runtime.max_batch
 
     def measure(self) -> Sequence[Result]:
@@ -67,9 +65,7 @@ class PaperTable(Compare):
             results += self._throughput(concurrency)
         return results
 
-    def engine_for(
-        self, plan: Plan, target: Target, algo: Any, workload: Workload
-    ) -> tuple[Engine, Algorithm, Backend]:
+    def engine_for(self, plan: Plan, target: Target, algo: Any, workload: Workload) -> Engine:
         """One engine for each method, which captures its steps once for all prompt sets, temperatures and rounds."""
         if plan.config.runtime.max_batch != self._batch:
             self._engines.clear()
@@ -77,8 +73,8 @@ class PaperTable(Compare):
         key = repr(algo)
         if key not in self._engines:
             longest = max(each.max_length for each in self.plan.workloads)
-            self._engines[key] = make_engine(plan, target, algo, longest)
-        self._engines[key][0].reset()
+            self._engines[key] = engine_of(plan, target, make_algorithm(plan, target, algo), longest)
+        self._engines[key].reset()
         return self._engines[key]
 
     def _compared(

@@ -2,16 +2,26 @@
 
 requests.jsonl has the requests of the first round of each decoding, as they ended. decodings.jsonl has the times of
 each round that was finished, and what did it.
+
+Jobs of a sweep share decodings of the target alone: one for each target, prompts, sampling and runtime. The first job
+that needs one decodes and stores it; jobs that need it meanwhile wait. Another machine, revision or version of a
+package decodes anew.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from algorithms.engine.request import Completion, Request
 from algorithms.engine.session import Generation
 from algorithms.step.runner import GraphReport
-from experiments.app.conversation import Conversations
+from experiments.app.files import locked, read_object, to_json, write_whole
+from experiments.app.identity import digest
+from experiments.app.plan import Plan
+from experiments.app.provenance import git_revision, machine, versions
+from experiments.app.workload import Conversations, Workload
 from experiments.report.run_folder import RunFolder
 from experiments.tasks.decoding import Decoded
 
@@ -51,8 +61,17 @@ def completions(entries: Iterable[Mapping[str, Any]]) -> dict[int, Completion]:
     return {e["id"]: Completion(e["id"], **{name: e[name] for name in names if name in e}) for e in entries}
 
 
-def rebuilt(entry: Mapping[str, Any], done: Mapping[int, Completion], requests: Sequence[Request]) -> Decoded:
-    """The decoding of `decoding_entry`, whose `requests` ended as `done`."""
+def rebuilt(
+    entry: Mapping[str, Any],
+    done: Mapping[int, Completion],
+    requests: Sequence[Request],
+    conversations: Conversations | None,
+) -> Decoded | None:
+    """The decoding of `decoding_entry`, whose `requests`, and the later turns of theirs, ended as `done`; None where
+    one did not."""
+    if still_to_do(requests, done, conversations):
+        return None
+    requests = conversations.requests if conversations else requests
     figures = {f.name: entry[f.name] for f in fields(Decoded) if f.name in entry and f.name not in NOT_KEPT}
     ended, seen, times = [done[request.id] for request in requests], set(entry["timed_requests"]), entry["times"]
     graphs: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in times["graphs"].items()}
@@ -112,7 +131,44 @@ def restored(
 ) -> Decoded | None:
     """The decoding as it was finished before; None if it was not."""
     entry = next((entry for entry in folder.decodings.entries if key.fits(entry)), None)
-    done = finished(folder, key) if entry else {}
-    if entry is None or still_to_do(requests, done, conversations):
-        return None
-    return rebuilt(entry, done, conversations.requests if conversations else requests)
+    return rebuilt(entry, finished(folder, key), requests, conversations) if entry else None
+
+
+BASELINES = "baselines"
+
+
+class BaselineStore:
+    """Baselines in a folder that the jobs of a sweep share."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._used: Counter[str] = Counter()
+
+    def shared(
+        self,
+        plan: Plan,
+        workload: Workload,
+        requests: Sequence[Request],
+        conversations: Conversations | None,
+        decode: Callable[[], Decoded],
+    ) -> tuple[Decoded, bool]:
+        """(the decoding of `requests`, by `decode` unless it is stored; whether it was stored)."""
+        config, hardware = plan.config, plan.hardware
+        what = [list(requests), workload.prompts.prompts if conversations else None, workload.max_length]
+        how = [str(plan.target.path), asdict(hardware), asdict(config.runtime), asdict(config.backend), plan.graph]
+        name = digest([what, how, machine(hardware.device), git_revision(), versions()])
+        self._used[name] += 1
+        path = self._folder / f"{name}-{self._used[name]}.json"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_suffix(".lock"), wait=True):
+            stored = read_object(path)
+            if stored and (
+                found := rebuilt(stored["decoding"], completions(stored["requests"]), requests, conversations)
+            ):
+                return found, True
+            decoded = decode()
+            if decoded.whole:
+                key = Key(workload.name, decoded.algo)
+                entries = [request_entry(key, completion) for completion in decoded.generation.completions]
+                write_whole(path, to_json({"decoding": decoding_entry(key, decoded), "requests": entries}, indent=None))
+            return decoded, False

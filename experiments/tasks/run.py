@@ -6,6 +6,7 @@ The command line imports this module, so torch and the tasks are imported only w
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from experiments.app.identity import NEUTRAL, what_matters
 from experiments.app.schema import RunConfig
 from experiments.app.task_schema import ignored_overrides
 
@@ -23,36 +25,31 @@ if TYPE_CHECKING:
     from experiments.report.tables import Result
     from experiments.tasks.base import Task
 
-NEUTRAL = ("sweep.", "tracker", "paths.", "name=", "samples=")  # settings that the name of a job does not hold
 OWN_KEYS = ("name", "task", "objective", "failures", "rows")  # keys of a summary that are no conditions of the run
-
-
-def command(typed: Sequence[str]) -> str:
-    """The command line of one run with the settings `typed`."""
-    return " ".join(["python run.py", *map(shlex.quote, typed)])
 
 
 def run_task(config: RunConfig, composed: DictConfig) -> float:
     """Run the configured task. Returns the figure for the table of a sweep. Raises NotLossless, after everything is
     written and shown, where outputs are wrong."""
-    from experiments.app.distributed import output_folder
     from experiments.app.errors import NotLossless
+    from experiments.app.hardware import output_folder
     from experiments.app.plan import resolve
     from experiments.app.provenance import git_revision
-    from experiments.app.resume import CONFIG, check_unchanged, own_words
+    from experiments.app.resume import CONFIG, check_unchanged
     from experiments.report.checks import NOT_A_GPU
     from experiments.report.console import plain_console
     from experiments.report.run_folder import REPORT, open_run_folder
     from experiments.report.tables import console_table
-    from experiments.report.tracking import Identity, tracking
-    from experiments.tasks import baselines
+    from experiments.report.tracking import tracking
+    from experiments.tasks.resumed import BASELINES, BaselineStore
 
     console = plain_console()
 
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    typed, resumed = own_words(HydraConfig.get().overrides.task), config.resume is not None
+    words, resumed = HydraConfig.get().overrides.task, config.resume is not None
+    typed = [word for word in words if not word.startswith(("resume=", "resume_force="))]
     if ignored := ignored_overrides(config.task, typed):
         say(f"warning: task={config.task.name} does not use {', '.join(ignored)}", "yellow")
     if config.resume is not None:
@@ -67,18 +64,17 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
         folder = stack.enter_context(open_run_folder(path, about, resumed, config.task.NOT_RESUMED is None))
         if config.resume is None:
             folder.write(CONFIG, OmegaConf.to_yaml(composed, resolve=True))
-        identity = Identity(config.name)
-        if config.sweep.name is not None:
-            own = " ".join(text for text in typed if not text.lstrip("+").startswith(NEUTRAL))
-            identity = Identity(own or config.name, config.sweep.name, path.name)
-        tracker = stack.enter_context(tracking(config.tracker, folder.path, resolved, identity, config.task.name))
+        sweep = config.sweep.name
+        own = " ".join(word for word in typed if re.split(r"[.=]", word.lstrip("+"))[0] not in NEUTRAL) if sweep else ""
+        run = config.task.name, own or config.name, sweep
+        tracker = stack.enter_context(tracking(config.tracker, folder.path, resolved, *run))
         task.folder, task.tracker = folder, tracker
-        if config.sweep.name is not None and config.sweep.share_baseline and config.runtime.tensor_parallel == 1:
-            task.baselines = baselines.BaselineStore(folder.path.parent / baselines.FOLDER)
+        if sweep is not None and config.sweep.share_baseline and config.runtime.tensor_parallel == 1:
+            task.baselines = BaselineStore(folder.path.parent / BASELINES)
         results = task.measure()
         folder.requests.replace(task.requests_in_order())
         notes = task.warnings(results)
-        summary = _write(task, composed, command(typed), results, notes)
+        summary = _write(task, composed, typed, results, notes)
         notes += tracker.finish(summary, task.best(results))
     console.print(console_table(task.title, task.columns, results), crop=False)
     task.show(results)
@@ -92,9 +88,10 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     return task.value(results)
 
 
-def _write(task: Task, composed: DictConfig, typed: str, results: Sequence[Result], notes: list[str]) -> dict[str, Any]:
-    """Write the files of a finished run, which the command `typed` started; returns its summary."""
-    from experiments.app.identity import what_matters
+def _write(
+    task: Task, composed: DictConfig, typed: Sequence[str], results: Sequence[Result], notes: list[str]
+) -> dict[str, Any]:
+    """Write the files of a finished run with the settings `typed`; returns its summary."""
     from experiments.app.provenance import run_conditions
     from experiments.app.resume import CONFIG
     from experiments.report.html_page import render
@@ -103,7 +100,7 @@ def _write(task: Task, composed: DictConfig, typed: str, results: Sequence[Resul
     plan, failures = task.plan, task.failures(results)
     summary: dict[str, Any] = {"name": plan.config.name, "task": plan.config.task.name, "objective": task.objective}
     summary |= run_conditions(plan.config, plan.hardware, plan.model_label)
-    summary |= {"command": typed, "failures": failures, "rows": results}
+    summary |= {"command": shlex.join(["python", "run.py", *typed]), "failures": failures, "rows": results}
     conditions = {key: value for key, value in summary.items() if key not in OWN_KEYS}
     files = task.files(results, conditions)
     links = sorted({*files, REQUESTS, DECODINGS, CONFIG, SUMMARY})

@@ -14,10 +14,9 @@ from algorithms.engine.request import Completion, Request
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
 from experiments.report.metrics import THROUGHPUT, ThroughputResult
-from experiments.report.plots import Series, chart
 from experiments.report.summarize import quantiles
 from experiments.report.tables import Result
-from experiments.report.templates import section
+from experiments.report.templates import Series, chart, section
 from experiments.tasks.base import Task
 
 

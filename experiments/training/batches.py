@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from experiments.app.atomic_write import whole_file
+from experiments.app.files import whole_file
 
 WIDTH_MULTIPLE = 32  # batches are as wide as their longest row, rounded up, so that few shapes occur
 

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from experiments.app.atomic_write import whole_file
+from experiments.app.files import whole_file
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from algorithms.checked import Between, Checked
 from algorithms.engine.settings import LARGEST_INT32
 from algorithms.models.experts.module import ExpertTensors
-from experiments.app.atomic_write import whole_file
+from experiments.app.files import whole_file
 from experiments.training.parallel import Replicas, local_device
 
 CHECKPOINT = "checkpoint.pt"

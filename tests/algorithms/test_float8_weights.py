@@ -86,8 +86,8 @@ def test_drafters_have_the_weights_that_were_asked_for(tmp_path: Path, weight_dt
     written = write_both(tmp_path, "blocks")
     target = load_target(tmp_path / "target", "cpu", torch.float32, weight_dtype)
     drafters = {
-        "dflash": load_dflash(tmp_path / "dflash", target, "cpu", torch.float32),
-        "eagle3": load_eagle(tmp_path / "eagle3", target, "cpu", torch.float32, "EAGLE-3"),
+        "dflash": load_dflash(tmp_path / "dflash", target),
+        "eagle3": load_eagle(tmp_path / "eagle3", target, "EAGLE-3"),
     }
     for name, drafter in drafters.items():
         drafter.warmup(2)
@@ -108,7 +108,7 @@ def test_keys_and_values_of_all_draft_layers_are_those_of_each(tmp_path: Path, i
     write_target(tmp_path / "target", config)
     write_dflash(tmp_path / "dflash", small_dflash_config(config, num_layers=2, target_layer_ids=(0, 1)))
     target = load_target(tmp_path / "target", "cpu", torch.float32, "fp8")
-    drafter = load_dflash(tmp_path / "dflash", target, "cpu", torch.float32)
+    drafter = load_dflash(tmp_path / "dflash", target)
     drafter.set_forward(impl)
     context = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():

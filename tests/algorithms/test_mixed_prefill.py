@@ -12,9 +12,10 @@ import torch
 
 import algorithms.engine.session as session_module
 from algorithms.algorithm import Observation
-from algorithms.engine.engine import Engine, default_ahead
+from algorithms.engine.engine import Engine, prompts_ahead
 from algorithms.engine.request import Completion, Request
 from algorithms.engine.scheduler import PrefillSegment
+from algorithms.engine.settings import RuntimeSettings
 from algorithms.step.prefill import Prefiller
 from algorithms.step.prefill_batch import PrefillBatch
 from algorithms.step.runner import StepRunner
@@ -99,7 +100,9 @@ def test_a_prompt_is_prefilled_before_a_row_is_free() -> None:
     """The next request waits with a complete prompt, and runs in the step after the one that freed its row."""
     first, second, third = (changed(request, max_new_tokens=4) for request in requests(3))
     engine = engine_of(autoregressive(TARGET), Setup(max_batch=1, graph="step", async_steps=0, prefill_tile=16), TARGET)
-    assert engine.parts.state.max_batch == 1 and engine.parts.resources.max_batch == 1 + default_ahead(1)
+    assert engine.parts.state.max_batch == 1 and engine.parts.resources.max_batch == 1 + prompts_ahead(
+        RuntimeSettings(max_batch=1)
+    )
     done = []
     with engine.session(SamplingNeeds()) as session:
         for request in (first, second, third):
@@ -183,7 +186,9 @@ def test_where_prompts_ride(monkeypatch: pytest.MonkeyPatch, setup: Setup, rides
     generation = engine.generate(asked)
     assert [c.token_ids for c in generation.completions] == answers(asked, Setup(), TARGET)
     assert (counted.in_steps > 0) == rides == bool(generation.graphs.step_tiles)
-    assert engine.parts.resources.max_batch == setup.max_batch + (default_ahead(setup.max_batch) if rides else 0)
+    assert engine.parts.resources.max_batch == setup.max_batch + (
+        prompts_ahead(RuntimeSettings(max_batch=setup.max_batch)) if rides else 0
+    )
 
 
 def test_steps_of_several_sizes_have_room_in_the_largest_batch_alone() -> None:

@@ -15,9 +15,9 @@ from algorithms.engine.settings import RuntimeSettings
 from algorithms.step.runner import GraphReport
 from algorithms.step.sampling_params import SamplingParams
 from experiments.app.hardware import Hardware
-from experiments.tasks import baselines
-from experiments.tasks.baselines import BaselineStore
+from experiments.tasks import resumed
 from experiments.tasks.decoding import Decoded
+from experiments.tasks.resumed import BaselineStore
 
 SAMPLING = SamplingParams(logit_bias={3: 1.5}, stop_strings=("end",), temperature=0.5)
 REQUEST = Request(0, (1, 2, 3), SAMPLING, frozenset({7}), frozenset({9, 8}))
@@ -64,7 +64,7 @@ def test_what_would_decode_otherwise_is_not_shared(
     others = {"prompt": replace(REQUEST, prompt_ids=(1, 2)), "seed": REQUEST.with_sampling(seed=5)}
     request, other = others.get(change, REQUEST), plan(**({"max_batch": 2} if change == "batch" else {}))
     if change in ("revision", "machine"):
-        monkeypatch.setattr(baselines, {"revision": "git_revision"}.get(change, change), lambda *_: "other")
+        monkeypatch.setattr(resumed, {"revision": "git_revision"}.get(change, change), lambda *_: "other")
     if change == "target":
         other.target = SimpleNamespace(path="another target")
     talks: Any = SimpleNamespace(requests=[request]) if change == "turns" else None

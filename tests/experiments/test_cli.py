@@ -72,7 +72,7 @@ def test_an_interrupt_during_imports_shows_no_traceback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_streams_get_plain_characters_where_they_cannot_encode(encoding: str) -> None:
-    script = "from experiments.app.streams import *; write_plain_characters(); print('2.1× · – ± é █ 木 ~')"
+    script = "from experiments.app.cli import *; write_plain_characters(); print('2.1× · – ± é █ 木 ~')"
     environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
     latin = "2.1× · - ± é # ? ~"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from algorithms.engine.request import Completion, Request
-from experiments.app.conversation import SLACK_PER_TURN, Conversations, longest_turn
+from experiments.app.workload import SLACK_PER_TURN, Conversations, longest_turn
 from experiments.data.prompts import Prompt
 from tests.algorithms.toy import Setup, answers, autoregressive, engine_of, random_target, spell
 

@@ -16,7 +16,7 @@ from experiments.sweep import job
 
 def test_the_folder_of_a_rank_is_removed_when_it_ends(tmp_path: Path) -> None:
     program = (
-        "from pathlib import Path; from experiments.app.distributed import output_folder\n"
+        "from pathlib import Path; from experiments.app.hardware import output_folder\n"
         "folder = output_folder(Path('asked')); (folder / 'file').write_text('x'); print(folder)"
     )
     environment = {"RANK": "1", "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}

@@ -10,8 +10,8 @@ import pytest
 from algorithms.engine.grammar import Grammars
 from algorithms.models.tokenizer import Tokenizer
 from algorithms.step.sampling_params import GrammarParams
-from experiments.app.grammars import grammar_of
 from experiments.app.schema import REPO_ROOT
+from experiments.app.workload import grammar_of
 from experiments.data.prompts import datasets, load_prompts
 from tests.experiments.test_tasks import Done, called
 

@@ -108,7 +108,6 @@ def test_identity_needs_every_token() -> None:
     cut = summarize.lossless(ours[2:], plain[2:])["first_difference"]
     assert cut == {"request": 2, "position": 2, "token": None, "baseline_token": 9}
     assert summarize.lossless(plain, plain)["first_difference"] is None
-    assert summarize.lossless(ours, None) == {"checked": 0, "identical": 0, "near_ties": 0, "first_difference": None}
 
 
 @pytest.mark.parametrize(("possible", "looks", "near"), [(True, [1, 2], 1), (False, [1], 0)])

@@ -14,10 +14,19 @@ import torch
 
 from algorithms.algorithm import DraftTree
 from algorithms.engine.request import Request
+from experiments.app.files import json_lines
 from experiments.report.intervals import ratio_interval, wilson
-from experiments.report.json_log import json_lines
-from experiments.studies.replay.recorder import Recorded, Recorder, _drafts, confirmed
-from experiments.studies.replay.steps import Drafts, all_steps, perfect, steps_of, summary
+from experiments.studies.replay.recorder import (
+    Drafts,
+    Recorded,
+    Recorder,
+    _drafts,
+    all_steps,
+    confirmed,
+    perfect,
+    steps_of,
+    summary,
+)
 from specdec_kernels import build_tree
 from tests.algorithms.drafters import MAKERS, hinted, load_random_drafters
 from tests.algorithms.toy import Setup, autoregressive, engine_of, random_target

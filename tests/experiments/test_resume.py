@@ -18,8 +18,7 @@ import pytest
 
 from experiments.app import cli
 from experiments.app.errors import UserError
-from experiments.app.locks import locked
-from experiments.report.json_log import JsonLog
+from experiments.app.files import JsonLog, locked
 from experiments.report.run_folder import RunFolder, open_run_folder
 from experiments.sweep.folder import SweepFolder
 from experiments.sweep.job import Task, as_job

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.app.atomic_write import write_whole
 from experiments.app.errors import UserError
+from experiments.app.files import json_lines, to_json, write_whole
 from experiments.report import run_folder as records
-from experiments.report.json_log import json_lines, to_json
 from experiments.report.run_folder import RunFolder, open_run_folder
 from tests.experiments.forked import Forked
 

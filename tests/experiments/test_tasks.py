@@ -29,12 +29,12 @@ from experiments.app.hardware import Hardware
 from experiments.app.task_schema import LosslessnessTask
 from experiments.report.checks import LOW_ACCEPTANCE
 from experiments.report.html_page import render
-from experiments.report.plots import Series, chart
 from experiments.report.tables import Column, Metric, console_table, csv_text, markdown
+from experiments.report.templates import Series, chart
 from experiments.tasks import base, distribution, kv_scales, numerical_tie
 from experiments.tasks.base import Task, agreed
 from experiments.tasks.compare import Compare
-from experiments.tasks.graph_ablation import GraphAblation, level_note
+from experiments.tasks.graph_ablation import GraphAblation
 from experiments.tasks.losslessness import BackendChecks, Losslessness
 from experiments.tasks.throughput import Throughput, inter_token_ms, repeated
 from specdec_kernels.sampling import philox_uniform
@@ -456,12 +456,6 @@ def test_graph_ablation_says_what_it_could_not_measure(run: Run) -> None:
     assert "needs a CUDA device" in done.read("graph_ablation.md")
 
 
-def test_graph_ablation_tells_an_algorithm_with_a_level_of_its_own() -> None:
-    assert level_note("naive_eagle", "none", "step", 0) == "algo=naive_eagle ran with graph=step"
-    assert level_note("naive_eagle", "step", "step", 0) == "same tokens"
-    assert level_note("naive_eagle", "step", "step", 3) == "3 requests differ"
-
-
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
@@ -490,8 +484,6 @@ def test_warnings_of_a_comparison() -> None:
     (low,) = compare.warnings([a_row(acceptance_at=[0.049])])
     assert low.startswith("d, m: only 4.9% of first drafts were accepted")
     assert compare.warnings([a_row(acceptance_at=[0.049], drafts_with_model=False)]) == []  # n-grams may not repeat
-    (unfair,) = compare.warnings([a_row(), a_row(graphs={"level": "step"})])
-    assert unfair == "methods differ in runtime.graph (none, step): set it for all of them"
     comparison = {"checked": 2, "identical": 1, "near_ties": 0, "first_difference": None}
     assert compare.warnings([a_row(lossless=comparison)]) == []
     assert compare.failures([a_row(), a_row(lossless=comparison)]) == [
@@ -597,11 +589,12 @@ def test_scales_are_of_every_batch_and_of_every_rank(run: Run, tmp_path: Path, m
     assert found[0] == found[1], "the largest of all batches does not depend on their order"
     monkeypatch.setattr(kv_scales, "parallel", lambda: True)
     monkeypatch.setattr(kv_scales, "join_columns", lambda part: torch.cat([part, 2 * part], -1))
+    cache: Any = SimpleNamespace(kv=torch.ones(2, 2, 1, 1, 3, 1), config=SimpleNamespace(sliding_windows=()))
     engine = SimpleNamespace(
-        parts=SimpleNamespace(memory=PagedMemory(SimpleNamespace(kv=torch.ones(2, 2, 1, 1, 3, 1)), None)),  # type: ignore[arg-type]
+        parts=SimpleNamespace(memory=PagedMemory(cache, None)),  # type: ignore[arg-type]
         generate=lambda requests, on_end: SimpleNamespace(completions=[]),
     )
-    monkeypatch.setattr(kv_scales, "make_engine", lambda *_: (engine, None, None))
+    monkeypatch.setattr(kv_scales.KVScales, "engine_for", lambda *_: engine)
     monkeypatch.setattr(kv_scales.KVScales, "recorder", lambda *_: None)
     workload = SimpleNamespace(name="d", requests=toy_requests(1), max_length=9)
     config = SimpleNamespace(runtime=SimpleNamespace(max_batch=1))

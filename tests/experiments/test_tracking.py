@@ -15,7 +15,7 @@ import yaml
 from experiments.app.compose import build_config, register
 from experiments.app.schema import CONFIG_FOLDER, TrackerConfig
 from experiments.report.tables import flatten
-from experiments.report.tracking import Identity, scalars, tracking
+from experiments.report.tracking import scalars, tracking
 from experiments.sweep.main import long_name
 
 ROW: dict[str, Any] = {
@@ -47,15 +47,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, fails: str = "") -> MagicMock:
     return wandb
 
 
-PLAIN = Identity("run")
-
-
 def wandb_config(**changes: Any) -> TrackerConfig:
     return TrackerConfig(**{"name": "wandb", "mode": "offline", **changes})
 
 
-def tracked(config: TrackerConfig, folder: Path, identity: Identity = PLAIN) -> list[str]:
-    with tracking(config, folder, CONFIG, identity, "generate") as tracker:
+def tracked(config: TrackerConfig, folder: Path, name: str = "run", sweep: str | None = None) -> list[str]:
+    with tracking(config, folder, CONFIG, "generate", name, sweep) as tracker:
         return tracker.finish(SUMMARY, ROW)
 
 
@@ -79,19 +76,19 @@ def test_summary_config_and_tables_arrive(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_job_of_a_sweep_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb, identity = stand_in(monkeypatch), Identity("algo=dflash", "trees", "abc123")
-    tracked(wandb_config(), tmp_path, identity)
+    wandb, folder = stand_in(monkeypatch), tmp_path / "abc123"
+    tracked(wandb_config(), folder, "algo=dflash", "trees")
     kept = {name: wandb.started[name] for name in ("group", "id", "resume", "name")}
     assert kept == {"group": "trees", "id": "trees-abc123", "resume": "allow", "name": "algo=dflash"}
     monkeypatch.setenv("WANDB_SWEEP_ID", "agent")
-    tracked(wandb_config(), tmp_path, identity)
+    tracked(wandb_config(), folder, "algo=dflash", "trees")
     assert "id" not in wandb.started, "wandb agent gives the id itself"
 
 
 def test_a_run_that_goes_on_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = stand_in(monkeypatch)
     report: Any = SimpleNamespace(emitted_tokens=30, elapsed_s=2.0, tokens_per_step=3.0, num_finished=1)
-    with tracking(wandb_config(), tmp_path, CONFIG, Identity("run"), "generate") as tracker:
+    with tracking(wandb_config(), tmp_path, CONFIG, "generate", "run") as tracker:
         tracker.live("dflash", report)
         tracker.live("dflash", report)
     assert wandb.logged["live/dflash/tokens_per_s"] == 15.0 and wandb.logged["live/dflash/tokens_per_step"] == 3.0
@@ -100,7 +97,7 @@ def test_a_run_that_goes_on_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_run_that_fails_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = stand_in(monkeypatch)
-    with pytest.raises(ZeroDivisionError), tracking(wandb_config(), tmp_path, CONFIG, Identity("run"), "generate"):
+    with pytest.raises(ZeroDivisionError), tracking(wandb_config(), tmp_path, CONFIG, "generate", "run"):
         raise ZeroDivisionError
     wandb.finish.assert_called_once_with(exit_code=1)
 

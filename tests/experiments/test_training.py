@@ -68,7 +68,7 @@ from experiments.training.objectives.target import compile_layers
 from experiments.training.parallel import Replicas
 from experiments.training.served import EvaluationSettings, engine_of
 from experiments.training.text import prompt_sources as prompts_module
-from experiments.training.text.settings import KindSettings, TextSettings
+from experiments.training.text.prompt_sources import KindSettings, TextSettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 6

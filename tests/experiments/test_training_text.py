@@ -15,15 +15,22 @@ import torch
 from algorithms.models.folder import ModelError
 from algorithms.models.loading import Target, load_target
 from algorithms.models.tokenizer import Tokenizer
-from experiments.app.locks import locked
+from experiments.app.files import locked
 from experiments.app.schema import REPO_ROOT
 from experiments.training.batches import Continuation, Text
 from experiments.training.objectives.dflash import mask_token
 from experiments.training.parallel import Replicas
 from experiments.training.served import Writer
 from experiments.training.text import source as source_module
-from experiments.training.text.prompt_sources import TRAINING, VALIDATION, open_prompts, stop_ids, user_turn
-from experiments.training.text.settings import KindSettings, TextSettings
+from experiments.training.text.prompt_sources import (
+    TRAINING,
+    VALIDATION,
+    KindSettings,
+    TextSettings,
+    open_prompts,
+    stop_ids,
+    user_turn,
+)
 from experiments.training.text.source import TextSource
 
 TINY = REPO_ROOT / "assets" / "tiny" / "target"

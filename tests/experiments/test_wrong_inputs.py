@@ -114,7 +114,7 @@ VALUES = [
     wrong("sampling.stop_strings=['']", "sampling.stop_strings", "no empty string"),
     wrong(f"runtime.num_pages={2**40}", "runtime.num_pages", f"1 to {2**31 - 1} or null"),
     wrong("runtime.device=cuda", "runtime.device=cuda", "runtime.device=cpu"),
-    wrong("runtime.graph=step", "runtime.graph=step captures CUDA graphs", "got cpu"),
+    wrong("runtime.graph=step", "runtime.graph=step", "no CUDA graphs on the CPU", "runtime.graph=none"),
     wrong("runtime.impl=auto runtime.dtype=bfloat16", "interpreter computes bfloat16 wrongly", "runtime.dtype=float32"),
     wrong("runtime.tensor_parallel=2", "needs 2 processes, got 1", "torchrun --nproc-per-node=2"),
     wrong("paths.outputs=", "paths.outputs: expected a folder, got none"),

@@ -6,7 +6,7 @@ from tests.mutants.mutant import bugs_in
 
 _TESTS = "tests/algorithms/dflash/test_published.py::"
 _config, _drafting, _heads = (bugs_in(f"algorithms/dflash/{name}.py") for name in ("config", "drafting", "heads"))
-_formats, _model = (bugs_in(f"algorithms/dflash/{name}.py") for name in ("formats", "model"))
+_formats, _model = (bugs_in(f"algorithms/dflash/{name}.py") for name in ("loading", "model"))
 
 MUTANTS = (
     _formats(

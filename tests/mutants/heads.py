@@ -6,7 +6,7 @@ from tests.mutants.mutant import bugs_in
 
 _PUBLISHED = "tests/algorithms/eagle/test_published.py::test_the_distribution_of_a_sampled_chain"
 _MTP = "tests/algorithms/mtp/test_mtp.py::test_greedy_chains"
-_formats = bugs_in("algorithms/eagle/formats.py")
+_formats = bugs_in("algorithms/eagle/loading.py")
 _model = bugs_in("algorithms/eagle/model.py")
 _drafting = bugs_in("algorithms/eagle/drafting.py")
 _mtp = bugs_in("algorithms/mtp/model.py")
@@ -14,7 +14,7 @@ _mtp = bugs_in("algorithms/mtp/model.py")
 MUTANTS = (
     _formats(
         "layers_of_speculators_are_outputs",
-        "merged[LAYER_IDS_KEY] = {{speculators.layer_outputs(layers_run) -> tuple(layers_run)}}",
+        "merged[LAYER_IDS_KEY] = {{speculators.layer_outputs(layers_run, num_target_layers) -> tuple(layers_run)}}",
         (_PUBLISHED + "[speculators qwen3 of two layers]",),
         "historical: features one layer late (vLLM's issue 40727)",
     ),
@@ -48,9 +48,9 @@ MUTANTS = (
         (_PUBLISHED + "[aws peagle]",),
         "historical: rotary offsets of mask rows have no effect (NVIDIA Automodel's pull request 2377)",
     ),
-    _drafting(
+    bugs_in("algorithms/drafting/tree_drafter.py")(
         "drafts_of_one_pass_are_not_mapped",
-        "return draft_chain(batch, logits, impl, {{vocabulary -> None}}, ",
+        "tokens[:, 1:] = {{in_target(picked.tokens, self.vocabulary) -> picked.tokens}}",
         (_PUBLISHED + "[speculators peagle]",),
         "ids of a reduced vocabulary are taken for the target's",
     ),

@@ -1,7 +1,5 @@
 """The kernels to compile: the launches of the gate cases, and the kernels that must be among them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

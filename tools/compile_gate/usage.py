@@ -1,7 +1,5 @@
 """Compile one job ahead of time, and read from the binary what the kernel takes of the chip."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Whether a compiled kernel stays within the limits of its chip, and the table that says so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

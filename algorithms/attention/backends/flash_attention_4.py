@@ -108,9 +108,9 @@ class FlashAttention4(packages.PackageBackend):
             out, lse = add_sinks(out, lse, sinks)
         return out.masked_fill(unused[..., None, None], 0.0), lse.masked_fill(unused[..., None], float("-inf"))
 
-    def attend(self, plan: FlashAttentionPlan, layer: LayerInputs) -> Tensor:
+    def run(self, plan: FlashAttentionPlan, layer: LayerInputs) -> Tensor:
         if layer.sinks is not None or plan.draft is not None:
-            return super().attend(plan, layer)
+            return super().run(plan, layer)
         result = self._attend(plan, layer.q, layer.kv, with_lse=False)[0]
         return result.masked_fill(_unused(plan.metadata, layer.q)[..., None, None], 0.0)
 

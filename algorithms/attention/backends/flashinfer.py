@@ -233,9 +233,9 @@ class FlashInferBackend(packages.PackageBackend):
             return self._plan_prompts(metadata, shape)
         return self._plan_step(metadata, shape)
 
-    def attend(self, plan: StepPlan | PromptPlan, layer: LayerInputs) -> Tensor:
+    def run(self, plan: StepPlan | PromptPlan, layer: LayerInputs) -> Tensor:
         if isinstance(plan, PromptPlan) or layer.sinks is not None:
-            return super().attend(plan, layer)
+            return super().run(plan, layer)
         out, unused = self._run_step(plan, layer.q, layer.kv, return_lse=False), plan.unused
         return out if unused is None else out.masked_fill_(unused[..., None, None], 0.0)
 

@@ -92,5 +92,5 @@ class HybridBackend(Backend):
         planned = side.plan_levels(levels, shape, phase)
         return None if planned is None else [HybridPlan(side, each) for each in planned]
 
-    def attend(self, plan: HybridPlan, layer: LayerInputs) -> Tensor:
-        return plan.side.attend(plan.planned, layer)
+    def run(self, plan: HybridPlan, layer: LayerInputs) -> Tensor:
+        return plan.side.run(plan.planned, layer)

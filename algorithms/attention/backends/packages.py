@@ -70,5 +70,5 @@ class PackageBackend(Backend):
         """Why the package cannot be used on this machine."""
         return no_device() or missing(cls.module, cls.package)
 
-    def attend(self, plan: Any, layer: LayerInputs) -> Tensor:
+    def run(self, plan: Any, layer: LayerInputs) -> Tensor:
         return self.run_with_lse(plan, layer.q, layer.kv, layer.sinks)[0]

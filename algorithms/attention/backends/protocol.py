@@ -76,19 +76,6 @@ class Backend(Protocol):
         """Plans of all `levels` at once; None where a plan needs more than is known before the first of them."""
         return None
 
-    def attend(self, plan: Any, layer: LayerInputs) -> Tensor:
+    def run(self, plan: Any, layer: LayerInputs) -> Tensor:
         """[B, N, H, D], in `layer.out` or elsewhere; zeros in rows past `q_lens`."""
         ...
-
-    def run(
-        self,
-        plan: Any,
-        q: Tensor,
-        kv: Tensor,
-        sinks: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """`attend` of `LayerInputs`; the result is in `out` where that is given."""
-        result = self.attend(plan, LayerInputs(q, kv, sinks, scales, out))
-        return result if out is None or result is out else out.copy_(result)

@@ -63,7 +63,7 @@ class TorchBackend(Backend):
         unwritten = ~stored_keys(metadata, shape.num_nodes, width)[..., None, None]
         return TorchPlan(metadata, pages * page_size + position % page_size, visible, unwritten)
 
-    def attend(self, plan: TorchPlan, layer: LayerInputs) -> Tensor:
+    def run(self, plan: TorchPlan, layer: LayerInputs) -> Tensor:
         import torch.nn.functional as F
 
         q, factors = layer.q, layer.scales or (None, None)

@@ -110,9 +110,9 @@ class TritonBackend(Backend):
     def _lists(self, metadata: AttentionMetadata) -> bool:
         return metadata.lengths.is_cuda if self._config.tile_schedule is None else self._config.tile_schedule
 
-    def attend(self, plan: TritonPlan | FlashAttentionPlan, layer: LayerInputs) -> Tensor:
+    def run(self, plan: TritonPlan | FlashAttentionPlan, layer: LayerInputs) -> Tensor:
         if isinstance(plan, FlashAttentionPlan):
-            return self._package.attend(plan, layer)
+            return self._package.run(plan, layer)
         k_scale, v_scale = layer.scales or (1.0, 1.0)
         return kernels.paged_attention(
             layer.q,

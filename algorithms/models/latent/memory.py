@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 import specdec_kernels as kernels
-from algorithms.algorithm import Batch, Observation, Prompts, Resources
-from algorithms.attention.paged_attention import LevelSizes, LevelViews, joined, level_rows, planned_rows, split_rows
+from algorithms.algorithm import Batch, Prompts, Resources
+from algorithms.attention.paged_attention import (
+    LevelSizes,
+    LevelViews,
+    PageMemory,
+    level_rows,
+    planned_rows,
+    split_rows,
+)
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.module import LATENT_EPS, LatentWeights, attention_scale, latent_rope_table
@@ -91,7 +98,7 @@ class LatentMixer:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
-class LatentMemory:
+class LatentMemory(PageMemory):
     def __init__(self, config: DecoderConfig, sizes: LatentConfig, resources: Resources) -> None:
         if resources.kv_dtype != resources.dtype:
             raise ValueError("runtime.kv_dtype: expected auto for a target with latent attention, got fp8_e4m3")
@@ -99,40 +106,39 @@ class LatentMemory:
         shape = (config.num_layers, *pages, sizes.latent + sizes.rope)
         rows = torch.zeros(shape, device=resources.device, dtype=resources.dtype)
         self.cache = LatentCache(rows, latent_rope_table(config, sizes, resources.context, resources.device), sizes)
-        self._scale, self._resources = attention_scale(config, sizes), resources
+        self._scale, self.resources, self.pool = attention_scale(config, sizes), resources, rows[:, None, :, :, None]
         resources.caches.append(self.cache)
 
     def nodes(self, batch: Batch, links: kernels.TreeLinks, chain: bool, max_depth: int) -> LatentMixer:
-        counts = batch.active * links.positions.shape[1]
-        same = self._resources.deterministic
-        mixer = self._over(batch, links.positions, counts, None if chain else links.mask, same)
+        same = self.resources.deterministic
+        mixer = self._over(batch, links.positions, mask=None if chain else links.mask, same=same)
         if chain or not same:
             return mixer
         rows = mixer.groups[0]
-        paths = kernels.mask_paths(links.mask, max_depth + 1, impl=self._resources.impl)
+        paths = kernels.mask_paths(links.mask, max_depth + 1, impl=self.resources.impl)
         metadata = of_paths(rows.metadata, paths, self.cache.page_size)
         return replace(mixer, groups=(Rows(rows.shape, metadata, by_node=True),))
 
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> LatentMixer:
-        return self._over(batch, positions, counts, None, self._resources.deterministic)
+        return self._over(batch, positions, counts=counts, same=self.resources.deterministic)
 
     def _over(
-        self, batch: Batch, positions: Tensor, counts: Tensor, mask: Tensor | None, same: bool = False
+        self,
+        batch: Batch,
+        positions: Tensor,
+        counts: Tensor | None = None,
+        mask: Tensor | None = None,
+        same: bool = False,
+        phase: str = "",
     ) -> LatentMixer:
-        impl, seen = self._resources.impl, dict(mode="chain" if mask is None else "tree", mask=mask, scale=self._scale)
+        """Its kernel is the same in every `phase`."""
+        counts = batch.active * positions.shape[1] if counts is None else counts
+        impl, seen = self.resources.impl, dict(mode="chain" if mask is None else "tree", mask=mask, scale=self._scale)
         slots, flat, metadata = planned_rows(batch, positions, counts, self.cache.page_size, impl, **seen)
         return LatentMixer(self.cache, slots, flat, (Rows(positions.shape, metadata),), impl, same)
 
-    windowed = False
-
-    def following(self, seen: Observation) -> LatentMixer:
-        return self._over(seen.batch, seen.positions, seen.counts, None)
-
-    def chained(self, batch: Batch, positions: Tensor) -> LatentMixer:
-        return self._over(batch, positions, batch.active * positions.shape[1], None)
-
     def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Callable[[int], LatentMixer]:
-        impl = self._resources.impl
+        impl = self.resources.impl
         slots, positions, calls = level_rows(batch, sizes, views, self.cache.page_size, impl, self._scale)
         shape = torch.Size((len(batch.lengths), sizes.width))
         mixers = [
@@ -140,17 +146,6 @@ class LatentMemory:
             for level, call in enumerate(calls)
         ]
         return mixers.__getitem__
-
-    def joint(self, mixers: Sequence[LatentMixer]) -> LatentMixer:
-        return joined(mixers)
-
-    def commit(self, nodes: LatentMixer, batch: Batch, committed: kernels.Committed, chain: bool) -> None:
-        if not chain:
-            rows = self.cache.rows[:, None, :, :, None]
-            kernels.move_accepted(rows, batch.page_table, committed.start, committed.nodes, impl=self._resources.impl)
-
-    def move_slot(self, source: int, target: int) -> None:
-        """Pages stay where they are."""
 
 
 def of_paths(metadata: kernels.AttentionMetadata, paths: Tensor, page_size: int) -> kernels.AttentionMetadata:

@@ -35,6 +35,8 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**flat, "speculative_tokens": tokens[0]} if tokens else flat
 
 
-def layer_outputs(layers_run: Iterable[int]) -> tuple[int, ...]:
-    """Ids of the layers whose output is read: after i layers that of layer i - 1; -1, the embedding, after none."""
-    return tuple(int(count) - 1 for count in layers_run)
+def layer_outputs(layers_run: Iterable[int] | None, num_target_layers: int) -> tuple[int, ...]:
+    """Ids of the layers whose output is read: after i layers that of layer i - 1; -1, the embedding, after none. Files
+    that name none read a low, a middle and a high one."""
+    chosen = (2, num_target_layers // 2, num_target_layers - 3) if layers_run is None else layers_run
+    return tuple(int(count) - 1 for count in chosen)

@@ -120,11 +120,10 @@ def read_target(path: str | Path) -> TargetFolder:
     return found
 
 
-def load_draft(
-    path: str | Path, target: Target, device: torch.device | str, dtype: torch.dtype, same_vocabulary: bool = True
-) -> Target:
+def load_draft(path: str | Path, target: Target, same_vocabulary: bool = True) -> Target:
     """Load the small language model that `read_draft` finds, with weights of the dtype asked for with the target."""
-    return load_target(read_draft(path, target, same_vocabulary), device, dtype, target.weight_dtype)
+    draft = read_draft(path, target, same_vocabulary)
+    return load_target(draft, target.device, target.dtype, target.weight_dtype)
 
 
 def read_draft(path: str | Path, target: TargetFolder, same_vocabulary: bool = True) -> TargetFolder:

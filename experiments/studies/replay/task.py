@@ -15,8 +15,7 @@ from experiments.report.html_page import acceptance_lines
 from experiments.report.metrics import AcceptanceFigures
 from experiments.report.tables import Metric, Result, columns
 from experiments.report.templates import section
-from experiments.studies.replay.recorder import Recorded, read_trace, score
-from experiments.studies.replay.steps import Drafts, all_steps, perfect, summary
+from experiments.studies.replay.recorder import Drafts, Recorded, all_steps, perfect, read_trace, score, summary
 from experiments.tasks.base import Task
 from experiments.tasks.decoding import AUTOREGRESSIVE, baseline_config, make_algorithm
 

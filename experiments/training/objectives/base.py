@@ -13,7 +13,7 @@ from experiments.app.schema import ModelConfig, PathsConfig
 from experiments.training.loop import TrainSettings
 from experiments.training.parallel import Replicas
 from experiments.training.served import EvaluationSettings
-from experiments.training.text.settings import TextSettings
+from experiments.training.text.prompt_sources import TextSettings
 
 
 class Objective(ABC):

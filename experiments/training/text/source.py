@@ -20,12 +20,12 @@ from algorithms.engine.request import Request
 from algorithms.models.loading import Target
 from algorithms.models.tokenizer import Tokenizer
 from algorithms.step.sampling_params import SamplingParams
-from experiments.app.locks import locked
+from experiments.app.files import locked
 from experiments.training.batches import Continuation, Text
 from experiments.training.parallel import Replicas
 from experiments.training.served import Writer
 from experiments.training.text import prompt_sources
-from experiments.training.text.settings import KindSettings, TextSettings
+from experiments.training.text.prompt_sources import KindSettings, TextSettings
 
 USED = "text.json"
 FINGERPRINT_BYTES = 1 << 20

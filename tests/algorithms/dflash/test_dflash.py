@@ -34,7 +34,8 @@ def batch_of(algorithm: DFlash, needs_path_probs: bool = False) -> Batch:
     """Two requests behind contexts of random keys and values."""
     engine = engine_of(algorithm, Setup(max_batch=2, page_size=4), TARGET)
     if needs_path_probs:
-        algorithm._resources = replace(algorithm._resources, needs_path_probs=True)
+        scored = replace(algorithm._resources, needs_path_probs=True)
+        algorithm._resources, algorithm._drafts = scored, replace(algorithm._drafts, resources=scored)
     state, generator = engine.parts.state, torch.Generator().manual_seed(2)
     state.make_room(SamplingNeeds(), algorithm.num_nodes, algorithm.max_depth)
     state.page_table.copy_(torch.arange(state.page_table.numel()).view_as(state.page_table))

@@ -118,7 +118,7 @@ def test_borders(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("own", [(), ("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])
 def test_copies_of_the_targets_tensors_are_dropped(tmp_path: Path, own: tuple[str, ...]) -> None:
-    drafter = load_dflash(deepspec(own=own).write(tmp_path), TARGET, "cpu", torch.float32)
+    drafter = load_dflash(deepspec(own=own).write(tmp_path), TARGET)
     kept = [name for name in ("embed_tokens", "lm_head") if getattr(drafter, name) is not None]
     assert kept == list(own)
 
@@ -153,7 +153,7 @@ def test_contradictions_are_refused(
     tmp_path: Path, published: Published, keys: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     edit_json(published.write(tmp_path) / "config.json", **keys)
-    refusal(lambda: load_dflash(tmp_path, TARGET, "cpu", torch.float32), *parts)
+    refusal(lambda: load_dflash(tmp_path, TARGET), *parts)
 
 
 def test_a_selector_samples_no_trees(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_selector_samples_no_trees(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_convolutions_of_identities_leave_dflash(tmp_path: Path) -> None:
     """Kernels of 1 at a row itself, and 0 elsewhere; before that, in the fused forward too."""
-    drafter = load_dflash(dflash_2().write(tmp_path), TARGET, "cpu", torch.float32)
+    drafter = load_dflash(dflash_2().write(tmp_path), TARGET)
     weights = drafter.state_dict()
     block = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
     convolved = drafter(block, queries_only)
@@ -187,4 +187,4 @@ def test_a_vocabulary_of_ids_is_refused(tmp_path: Path) -> None:
     published = speculators()
     assert published.known is not None
     ids = replace(published, known=None, added={"d2t": published.known, "t2d": torch.zeros(61, dtype=torch.bool)})
-    refusal(lambda: load_dflash(ids.write(tmp_path), TARGET, "cpu", torch.float32), "vocabulary contradicts itself")
+    refusal(lambda: load_dflash(ids.write(tmp_path), TARGET), "vocabulary contradicts itself")

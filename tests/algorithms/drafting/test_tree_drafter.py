@@ -11,7 +11,7 @@ from torch import Tensor
 
 from algorithms.attention.paged_attention import LevelSizes, LevelViews
 from algorithms.drafting.draft_sampling import TreeShape
-from algorithms.drafting.tree_drafter import TreeDrafter, grow_tree
+from algorithms.drafting.tree_drafter import TreeDrafter
 
 VOCAB, LAST = 19, [4, 9]
 TABLE = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
@@ -27,7 +27,7 @@ def batch() -> Any:
 def drafter(shape: TreeShape, base: int = 0, needs_path_probs: bool = False, **changes: Any) -> TreeDrafter:
     memory: Any = SimpleNamespace(windowed=True, levels=Planned)
     resources: Any = SimpleNamespace(impl="reference", needs_path_probs=needs_path_probs)
-    return TreeDrafter(shape, memory, resources, base, **changes)
+    return TreeDrafter(resources, None, shape, memory, base, **changes)
 
 
 class Planned:
@@ -116,7 +116,7 @@ def test_a_tree_may_have_one_level() -> None:
     def never(*_: Any) -> Tensor:
         raise AssertionError("there is no second level")
 
-    draft = grow_tree(batch(), TABLE[LAST], never, TreeShape(1, 3, 4), [], "reference")
+    draft = drafter(shape := TreeShape(1, 3, 4)).grow_tree(batch(), TABLE[LAST], never, shape, [])
     assert [set(row) for row in draft.tokens[:, 1:].tolist()] == [
         set(row) for row in TABLE[LAST].topk(3).indices.tolist()
     ]

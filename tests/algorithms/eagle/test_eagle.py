@@ -108,7 +108,7 @@ def test_a_level_is_the_head_over_the_features_of_its_parents(
     tmp_path: Path, target: Target, residual: str, feedback: str, logits: str, impl: str | None
 ) -> None:
     write_eagle3(tmp_path / "head", eagle3_config(residual=residual, feedback=feedback, logits=logits))
-    drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.float32)
+    drafter = load_eagle3(tmp_path / "head", target)
     generator = torch.Generator().manual_seed(3)
     feature = torch.randn(2, 4, 32, generator=generator)
     tokens = torch.randint(0, 272, (2, 5), generator=generator)
@@ -150,15 +150,15 @@ def test_norm_output_without_fc_norm(tmp_path: Path, target: Target) -> None:
     write_eagle3(tmp_path / "head", eagle3_config())
     config_file = tmp_path / "head" / "config.json"
     edit_json(config_file, norm_output=True)
-    refusal(lambda: load_eagle3(tmp_path / "head", target, "cpu", torch.float32), "has two meanings", "feedback=raw")
+    refusal(lambda: load_eagle3(tmp_path / "head", target), "has two meanings", "feedback=raw")
     for feedback in (RAW, NORMED):
         edit_json(config_file, feedback=feedback)
-        config = load_eagle3(tmp_path / "head", target, "cpu", torch.float32).config
+        config = load_eagle3(tmp_path / "head", target).config
         assert (config.feedback, config.logits) == (feedback, NORMED)
     edit_json(config_file, norm_output=False, feedback=None)
-    assert load_eagle3(tmp_path / "head", target, "cpu", torch.float32).config.logits == NORMED
+    assert load_eagle3(tmp_path / "head", target).config.logits == NORMED
     change_weights(tmp_path / "head", norm__weight=torch.ones(32))
-    assert load_eagle3(tmp_path / "head", target, "cpu", torch.float32).config.logits == RAW
+    assert load_eagle3(tmp_path / "head", target).config.logits == RAW
 
 
 def test_layer_ids_are_outputs() -> None:
@@ -172,7 +172,7 @@ def test_layer_ids_are_outputs() -> None:
 @torch.no_grad()
 def test_captured_layers_are_what_the_head_reads(tmp_path: Path, target: Target) -> None:
     write_eagle3(tmp_path / "head", eagle3_config())
-    drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.float32)
+    drafter = load_eagle3(tmp_path / "head", target)
     mixer = DenseMixer(target.config, 5, "cpu")
     inputs: list[Tensor] = []
     hooks = [
@@ -189,13 +189,13 @@ def test_captured_layers_are_what_the_head_reads(tmp_path: Path, target: Target)
 def test_pickled_folders(tmp_path: Path, target: Target) -> None:
     """As SafeAILab's heads are published, one of them without a bias; ids keep their types in any dtype."""
     written = write_eagle(tmp_path / "one", EagleConfig(head_config(), fc_bias=False), pickled=True)
-    first = load_eagle(tmp_path / "one", target, "cpu", torch.float32)
+    first = load_eagle(tmp_path / "one", target)
     assert "fc.bias" not in written
     for name, tensor in written.items():
         assert torch.equal(first.state_dict()[name], tensor), name
     assert not any(parameter.requires_grad for parameter in first.parameters())
     written = write_eagle3(tmp_path / "three", eagle3_config(), pickled=True)
-    third = load_eagle3(tmp_path / "three", target, "cpu", torch.bfloat16)
+    third = load_eagle3(tmp_path / "three", load_target(target.path, "cpu", torch.bfloat16))
     assert third.d2t.dtype == torch.int64 and third.t2d.dtype == torch.bool and third.fc.weight.dtype == torch.bfloat16
     assert torch.equal(third.d2t, written["d2t"]) and torch.equal(third.t2d, written["t2d"])
 
@@ -203,13 +203,13 @@ def test_pickled_folders(tmp_path: Path, target: Target) -> None:
 def test_config_that_repeats_the_targets_depth_has_one_layer(tmp_path: Path, target: Target) -> None:
     write_eagle3(tmp_path / "head", eagle3_config())
     edit_json(tmp_path / "head" / "config.json", num_hidden_layers=40)
-    assert load_eagle3(tmp_path / "head", target, "cpu", torch.float32).config.decoder.num_layers == 1
+    assert load_eagle3(tmp_path / "head", target).config.decoder.num_layers == 1
 
 
 def test_eagle3_over_the_whole_vocabulary_borrows_the_head(tmp_path: Path, target: Target) -> None:
     config = eagle3_config(draft_vocab_size=272)
     write_eagle3(tmp_path / "head", config, own_head=False)
-    drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.float32)
+    drafter = load_eagle3(tmp_path / "head", target)
     hidden = torch.randn(2, 32)
     torch.testing.assert_close(drafter.logits(hidden), target.model.logits(drafter.norm(hidden)))
     assert torch.equal(drafter.to_target(torch.tensor([5])), torch.tensor([5]))
@@ -218,7 +218,7 @@ def test_eagle3_over_the_whole_vocabulary_borrows_the_head(tmp_path: Path, targe
 def test_eagle3_of_another_width_with_its_own_embedding(tmp_path: Path, target: Target) -> None:
     config = eagle3_config(decoder=head_config(hidden_size=48))
     write_eagle3(tmp_path / "head", config, own_embedding=True)
-    drafter = load_eagle3(tmp_path / "head", target, "cpu", torch.float32)
+    drafter = load_eagle3(tmp_path / "head", target)
     assert drafter.fuse([torch.randn(1, 32)] * 3, torch.randn(1, 32)).shape == (1, 48)
     assert drafter.embed(torch.tensor([3])).shape == (1, 48)
 
@@ -236,7 +236,7 @@ def test_eagle3_of_another_width_with_its_own_embedding(tmp_path: Path, target: 
 def test_unfit_eagle_weights(tmp_path: Path, target: Target, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
     write_eagle(tmp_path / "head", EagleConfig(head_config()))
     change_weights(tmp_path / "head", **edits)
-    refusal(lambda: load_eagle(tmp_path / "head", target, "cpu", torch.float32), *parts)
+    refusal(lambda: load_eagle(tmp_path / "head", target), *parts)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_unfit_eagle_weights(tmp_path: Path, target: Target, edits: dict[str, An
 def test_unfit_eagle3_weights(tmp_path: Path, target: Target, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
     write_eagle3(tmp_path / "head", eagle3_config())
     change_weights(tmp_path / "head", **edits)
-    refusal(lambda: load_eagle3(tmp_path / "head", target, "cpu", torch.float32), *parts)
+    refusal(lambda: load_eagle3(tmp_path / "head", target), *parts)
 
 
 @pytest.mark.parametrize(
@@ -275,49 +275,49 @@ def test_unfit_eagle3_weights(tmp_path: Path, target: Target, edits: dict[str, A
 def test_unfit_eagle3_config(tmp_path: Path, target: Target, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
     write_eagle3(tmp_path / "head", eagle3_config())
     edit_json(tmp_path / "head" / "config.json", **changes)
-    refusal(lambda: load_eagle3(tmp_path / "head", target, "cpu", torch.float32), *parts)
+    refusal(lambda: load_eagle3(tmp_path / "head", target), *parts)
 
 
 def test_eagle_predicts_all_tokens(tmp_path: Path, target: Target) -> None:
     write_eagle(tmp_path / "head", EagleConfig(head_config()))
     edit_json(tmp_path / "head" / "config.json", draft_vocab_size=40)
-    refusal(lambda: load_eagle(tmp_path / "head", target, "cpu", torch.float32), "draft_vocab_size", "272", "40")
+    refusal(lambda: load_eagle(tmp_path / "head", target), "draft_vocab_size", "272", "40")
 
 
 def test_default_layers_of_a_shallow_target(tmp_path: Path) -> None:
     write_target(tmp_path / "target", small_config(num_layers=4))
     write_eagle3(tmp_path / "head", eagle3_config())
     shallow = load_target(tmp_path / "target", "cpu", torch.float32)
-    refusal(lambda: load_eagle3(tmp_path / "head", shallow, "cpu", torch.float32), ">= 5 layers", "got 4")
+    refusal(lambda: load_eagle3(tmp_path / "head", shallow), ">= 5 layers", "got 4")
 
 
 def test_the_two_kinds_are_not_taken_for_each_other(tmp_path: Path, target: Target) -> None:
     write_eagle(tmp_path / "one", EagleConfig(head_config()))
     write_eagle3(tmp_path / "three", eagle3_config())
-    refusal(lambda: load_eagle3(tmp_path / "one", target, "cpu", torch.float32), "not an EAGLE-3 head", "algo=eagle")
-    refusal(lambda: load_eagle(tmp_path / "three", target, "cpu", torch.float32), "not an EAGLE head", "algo=eagle3")
-    refusal(lambda: load_eagle(target.path, target, "cpu", torch.float32), "not an EAGLE head", "Qwen3ForCausalLM")
+    refusal(lambda: load_eagle3(tmp_path / "one", target), "not an EAGLE-3 head", "algo=eagle")
+    refusal(lambda: load_eagle(tmp_path / "three", target), "not an EAGLE head", "algo=eagle3")
+    refusal(lambda: load_eagle(target.path, target), "not an EAGLE head", "Qwen3ForCausalLM")
 
 
 def test_pickle_that_runs_code_is_refused_and_does_not(tmp_path: Path, target: Target) -> None:
     marker = tmp_path / "executed"
     write_eagle(tmp_path / "head", EagleConfig(head_config()), pickled=True)
     (tmp_path / "head" / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {marker}'\ntR.".encode())
-    refusal(lambda: load_eagle(tmp_path / "head", target, "cpu", torch.float32), "more than tensors", ".bin")
+    refusal(lambda: load_eagle(tmp_path / "head", target), "more than tensors", ".bin")
     assert not marker.exists()
 
 
 def test_draft_has_the_targets_tokens(tmp_path: Path, target: Target) -> None:
     config = small_config(num_layers=2, hidden_size=16)
     write_target(tmp_path / "draft", config, seed=9)
-    draft = load_draft(tmp_path / "draft", target, "cpu", torch.float32)
+    draft = load_draft(tmp_path / "draft", target)
     assert draft.config == config and draft.path == tmp_path / "draft"
     write_tokenizer(tmp_path / "draft", special_tokens=("<|end|>", "<|assistant|>", "<|user|>", "<|mask|>"))
-    refusal(lambda: load_draft(tmp_path / "draft", target, "cpu", torch.float32), "do not fit", "tokenizer")
+    refusal(lambda: load_draft(tmp_path / "draft", target), "do not fit", "tokenizer")
     (tmp_path / "draft" / "tokenizer.json").unlink()
-    refusal(lambda: load_draft(tmp_path / "draft", target, "cpu", torch.float32), "cannot be compared")
+    refusal(lambda: load_draft(tmp_path / "draft", target), "cannot be compared")
 
 
 def test_draft_of_another_vocabulary(tmp_path: Path, target: Target) -> None:
     write_target(tmp_path / "draft", small_config(num_layers=2, vocab_size=300))
-    refusal(lambda: load_draft(tmp_path / "draft", target, "cpu", torch.float32), "vocab_size", "272", "300")
+    refusal(lambda: load_draft(tmp_path / "draft", target), "vocab_size", "272", "300")

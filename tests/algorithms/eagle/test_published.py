@@ -143,7 +143,7 @@ def test_few_nodes_are_the_first_of_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", [(), ("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")])
 def test_copies_of_the_targets_tensors_are_dropped(tmp_path: Path, own: tuple[str, ...]) -> None:
-    loaded = load_eagle(deepspec(own=own).write(tmp_path), TARGET, "cpu", torch.float32, "EAGLE-3")
+    loaded = load_eagle(deepspec(own=own).write(tmp_path), TARGET, "EAGLE-3")
     kept = [name for name in ("embed_tokens", "lm_head") if getattr(loaded, name) is not None]
     assert kept == list(own)
 
@@ -152,7 +152,7 @@ def test_an_absent_mask_is_zeros(tmp_path: Path) -> None:
     """As in vLLM; the mask token's key says what the folder is."""
     ONE_PASS["aws peagle"].write(tmp_path)
     change_weights(tmp_path, mask_hidden=None)
-    loaded = load_eagle(tmp_path, TARGET, "cpu", torch.float32, "P-EAGLE")
+    loaded = load_eagle(tmp_path, TARGET, "P-EAGLE")
     assert loaded.mask_feature().abs().max() == 0  # type: ignore[union-attr]
 
 
@@ -178,21 +178,21 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     head.write(tmp_path)
     edit_json(tmp_path / "config.json", **edits)
-    refusal(lambda: load_eagle(tmp_path, TARGET, "cpu", torch.float32, kind), *parts)
+    refusal(lambda: load_eagle(tmp_path, TARGET, kind), *parts)
 
 
 def test_one_pass_feeds_nothing_back(tmp_path: Path) -> None:
     """So either meaning of `norm_output` is the same one."""
     ONE_PASS["aws peagle"].write(tmp_path)
     edit_json(tmp_path / "config.json", norm_output=True)
-    loaded = load_eagle(tmp_path, TARGET, "cpu", torch.float32, "P-EAGLE")
+    loaded = load_eagle(tmp_path, TARGET, "P-EAGLE")
     assert loaded.config.logits == "normed"  # type: ignore[union-attr]
 
 
 def test_a_trained_embedding_that_is_missing_is_refused(tmp_path: Path) -> None:
     speculators("peagle").write(tmp_path)
     change_weights(tmp_path, embed_tokens__weight=None)
-    refusal(lambda: load_eagle(tmp_path, TARGET, "cpu", torch.float32, "P-EAGLE"), "embed_tokens.weight", "own")
+    refusal(lambda: load_eagle(tmp_path, TARGET, "P-EAGLE"), "embed_tokens.weight", "own")
 
 
 @pytest.mark.parametrize("name", list(CHAINS))

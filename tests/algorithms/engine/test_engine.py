@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from algorithms.engine.engine import check_tree, default_ahead, default_tile
+from algorithms.engine.engine import check_tree, default_tile, prompts_ahead
 from algorithms.engine.request import EngineError
 from algorithms.engine.session import StepReport
 from algorithms.engine.settings import RuntimeSettings
@@ -40,7 +40,7 @@ def test_a_tile_of_a_gpu_is_as_narrow_as_fills_the_matrix_unit(group: int, tile:
 
 
 def test_how_many_prompts_are_prefilled_ahead() -> None:
-    assert [default_ahead(batch) for batch in (1, 3, 4, 8, 16, 48, 64)] == [1, 3, 4, 6, 12, 12, 16]
+    assert [prompts_ahead(RuntimeSettings(max_batch=n)) for n in (1, 3, 4, 8, 16, 48, 64)] == [1, 3, 4, 6, 12, 12, 16]
 
 
 @pytest.mark.parametrize(

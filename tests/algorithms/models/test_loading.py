@@ -258,7 +258,7 @@ def test_hub_failure_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_drafter_loads_with_and_without_prefix(tmp_path: Path, target_folder: Path, prefix: str) -> None:
     written = write_dflash(tmp_path / "drafter", small_dflash_config(small_config()), prefix=prefix)
-    drafter = load_dflash(tmp_path / "drafter", load(target_folder), "cpu", torch.float32)
+    drafter = load_dflash(tmp_path / "drafter", load(target_folder))
     for name, tensor in written.state_dict().items():
         assert torch.equal(drafter.state_dict()[name], tensor), name
     assert not any(parameter.requires_grad for parameter in drafter.parameters())
@@ -277,7 +277,7 @@ def test_drafter_of_another_target(
 ) -> None:
     edit_json(drafter_folder / "config.json", **{key: value})
     target = load(target_folder)
-    message = refusal(lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), "do not fit", *parts)
+    message = refusal(lambda: load_dflash(drafter_folder, target), "do not fit", *parts)
     expected, actual = (line.split(":")[1].strip() for line in message.splitlines()[2:4])
     assert [expected, actual] == list(parts[1:])
 
@@ -311,7 +311,7 @@ def test_unusable_dflash_config(target_folder: Path, drafter_folder: Path, neste
     """What is not understood is refused: read as z-lab's drafter, it would draft wrong tokens."""
     edit_json(drafter_folder / "config.json", dflash_config=nested)
     target = load(target_folder)
-    refusal(lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), *parts)
+    refusal(lambda: load_dflash(drafter_folder, target), *parts)
 
 
 SLIDING = ["full_attention", "sliding_attention"]
@@ -353,7 +353,7 @@ def test_dflash_layers_and_cap_by_their_other_names() -> None:
 def test_target_given_as_drafter(target_folder: Path) -> None:
     target = load(target_folder)
     refusal(
-        lambda: load_dflash(target_folder, target, "cpu", torch.float32),
+        lambda: load_dflash(target_folder, target),
         "not a DFlash drafter",
         "Qwen3ForCausalLM",
     )
@@ -362,11 +362,11 @@ def test_target_given_as_drafter(target_folder: Path) -> None:
 def test_other_tokenizer_of_equal_size_does_not_fit(target_folder: Path, drafter_folder: Path) -> None:
     write_tokenizer(drafter_folder, special_tokens=("<|end|>", "<|assistant|>", "<|user|>", "<|mask|>"))
     target = load(target_folder)
-    refusal(lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), "tokenizer", "260 tokens")
+    refusal(lambda: load_dflash(drafter_folder, target), "tokenizer", "260 tokens")
 
 
 def test_duplicate_names_under_the_optional_prefix(target_folder: Path, drafter_folder: Path) -> None:
     tensors = load_file(drafter_folder / WEIGHTS)
     write_weights(drafter_folder, {**tensors, "model.fc.weight": torch.zeros(32, 64)})
     target = load(target_folder)
-    refusal(lambda: load_dflash(drafter_folder, target, "cpu", torch.float32), "twice", "fc.weight and model.fc.weight")
+    refusal(lambda: load_dflash(drafter_folder, target), "twice", "fc.weight and model.fc.weight")

@@ -48,4 +48,4 @@ def test_a_config_without_decoder_is_refused(decoder: Any) -> None:
 
 
 def test_layers_are_counted_from_the_embedding() -> None:
-    assert layer_outputs([0, 2, 36]) == (-1, 1, 35)
+    assert layer_outputs([0, 2, 36], 40) == (-1, 1, 35)

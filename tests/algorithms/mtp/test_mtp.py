@@ -225,19 +225,19 @@ def test_unfit_layers_are_refused(tmp_path: Path, edits: dict[str, Any], parts: 
     folder = write_mimo(tmp_path / "mimo")
     target = load_target(folder, "cpu", torch.float32)
     change_weights(folder, **{f"model__mtp_layers__{name}": tensor for name, tensor in edits.items()})
-    refusal(lambda: load_mtp(None, target, "cpu", torch.float32), *parts)
+    refusal(lambda: load_mtp(None, target), *parts)
 
 
 def test_a_target_without_a_head_is_refused(tmp_path: Path, mimo: Target) -> None:
     write_target(tmp_path / "target")
     target = load_target(tmp_path / "target", "cpu", torch.float32)
-    refusal(lambda: load_mtp(None, target, "cpu", torch.float32), "the target has no MTP head", "mimo", "qwen3")
-    refusal(lambda: load_mtp(tmp_path / "target", mimo, "cpu", torch.float32), "not an MTP head", "speculators")
+    refusal(lambda: load_mtp(None, target), "the target has no MTP head", "mimo", "qwen3")
+    refusal(lambda: load_mtp(tmp_path / "target", mimo), "not an MTP head", "speculators")
     write_target(tmp_path / "mimo", MIMO)
     bare = load_target(tmp_path / "mimo", "cpu", torch.float32)
-    refusal(lambda: load_mtp(None, bare, "cpu", torch.float32), "the target has no MTP head", PREFIX)
+    refusal(lambda: load_mtp(None, bare), "the target has no MTP head", PREFIX)
     head = write_speculators(tmp_path / "head")
-    refusal(lambda: load_mtp(head, target, "cpu", torch.float32), "do not fit", "vocab_size")
+    refusal(lambda: load_mtp(head, target), "do not fit", "vocab_size")
 
 
 def test_settings_are_checked() -> None:

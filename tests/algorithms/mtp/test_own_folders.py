@@ -187,7 +187,7 @@ def test_conventions_are_told_apart(name: str) -> None:
 
 
 def test_copies_of_the_targets_tables_are_dropped() -> None:
-    found = {name: load_mtp(None, original(name)[1], "cpu", torch.float32) for name in ("DeepSeek-V3", "GLM-4.5")}
+    found = {name: load_mtp(None, original(name)[1]) for name in ("DeepSeek-V3", "GLM-4.5")}
     assert found["DeepSeek-V3"].lm_head is None and found["GLM-4.5"].lm_head is not None
     assert all(head.embed_tokens is None for head in found.values())
 
@@ -222,6 +222,6 @@ def test_unfit_heads_are_refused(
     edit_json(tmp_path / "config.json", **keys)
     change_weights(tmp_path, **tensors)
     target = load_target(tmp_path, "cpu", torch.float32)
-    refusal(lambda: load_mtp(None, target, "cpu", torch.float32), *parts)
+    refusal(lambda: load_mtp(None, target), *parts)
     if keys or "not supported" in parts:
         refusal(lambda: read_mtp(None, read_target(tmp_path)), *parts)

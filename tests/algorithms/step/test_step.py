@@ -110,12 +110,13 @@ def test_one_node_is_decoded_and_more_are_verified(
     monkeypatch.setattr(memory, "PagedMixer", SimpleNamespace(over=lambda *given, **how: planned.append((given, how))))
     step = step_of(Drafter(chain, sampled_tree(chain, False)), nodes)
     step._parts.resources.deterministic = deterministic  # type: ignore[misc]
-    step._parts.memory = memory.PagedMemory("cache", step._parts.resources)  # type: ignore[misc, arg-type]
+    cache: Any = SimpleNamespace(kv=None, config=SimpleNamespace(sliding_windows=()))
+    step._parts.memory = memory.PagedMemory(cache, step._parts.resources)  # type: ignore[misc]
     step.draft()
     step._nodes()
     ((given, how),) = planned
     links = step.tree.links
-    assert given == (step._batch, links.positions, "cache", step._parts.resources)
+    assert given == (step._batch, links.positions, cache, step._parts.resources)
     mode, phase, tree, paths = plan
     assert (how["mode"], how["phase"]) == (mode, phase)
     assert (how["mask"] is links.mask, how["depths"] is links.depth) == (tree, tree)
