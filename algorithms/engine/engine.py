@@ -48,6 +48,13 @@ _SHORT_REQUEST = 512
 
 
 class Engine:
+    """Serves requests. `capture` replaces CUDA graphs, for tests of captured steps where there is no GPU. `grammars`
+    compiles those of requests; without it no request may have one. `kv_scales` belong to the target's float8 cache.
+    Times of steps for `adaptive` are `step_costs`, or measured before the first request.
+
+    Raises EngineError or ValueError if the backend cannot do what target, algorithm and settings need.
+    """
+
     def __init__(
         self,
         target: Target,
@@ -60,12 +67,6 @@ class Engine:
         kv_scales: KVScales | None = None,
         step_costs: StepCosts | None = None,
     ) -> None:
-        """`capture` replaces CUDA graphs, for tests of captured steps where there is no GPU. `grammars` compiles those
-        of requests; without it no request may have one. `kv_scales` belong to the target's float8 cache. Times of
-        steps for `adaptive` are `step_costs`, or measured before the first request.
-
-        Raises EngineError or ValueError if the backend cannot do what target, algorithm and settings need.
-        """
         device, config = target.device, target.config
         level = graph_level(settings.graph, device.type == "cuda")
         fused = runs_fused(settings, device.type == "cuda", target.dtype == torch.float32)
@@ -82,17 +83,14 @@ class Engine:
         captures_prompts = level == "step" and backend.captures_prompts
         piggybacks = settings.mixed_prefill and captures_prompts
         wanted = default_ahead(settings.max_batch) if settings.prefill_ahead is None else settings.prefill_ahead
-        ahead = wanted if piggybacks else 0
-        max_pages = -(-context // settings.page_size)
-        slots = settings.max_batch + ahead
-        num_pages = settings.num_pages or max_pages * slots
+        slots = settings.max_batch + (wanted if piggybacks else 0)
         resources = Resources(
             target=target,
             backend=backend,
             device=device,
             dtype=target.dtype,
             kv_dtype=kv_dtype_of(settings) or target.dtype,
-            num_pages=num_pages,
+            num_pages=settings.num_pages or -(-context // settings.page_size) * slots,
             page_size=settings.page_size,
             context=context,
             max_batch=slots,
@@ -101,17 +99,10 @@ class Engine:
             deterministic=settings.deterministic,
             needs_path_probs=adaptive and not algorithm.chain,
         )
-        self.scheduler = Scheduler(settings.max_batch, num_pages, settings.page_size, overshoot, decode, ahead)
-        memory = allocate_memory(config, resources, kv_scales)
-        state = BatchState(settings.max_batch, ahead, max_pages, context, config.vocab_size, device)
-        algorithm.bind(resources)
-        sizing = Sizing(algorithm.num_nodes, buckets(settings.max_batch), device) if adaptive else None
-        backlog = DeferredObservation(len(algorithm.target_layers), resources) if adaptive else None
-        if sizing is not None and step_costs is not None:
-            sizing.set_costs(step_costs)
-        self.parts = StepParts(
-            algorithm, memory, state, resources, sizing, backlog, ExpertLedger.of(resources.target.model)
+        self.scheduler = Scheduler(
+            settings.max_batch, resources.num_pages, settings.page_size, overshoot, decode, slots - settings.max_batch
         )
+        self.parts = _step_parts(algorithm, resources, settings.max_batch, adaptive, kv_scales, step_costs)
         prefills = _separate_prefills(self.parts, settings, self._limit)
         mixed = _mixed_prefills(self.parts, settings, prefills[-1]) if piggybacks else []
         self.runner = StepRunner(self.parts, level, PhaseClock(device), capture, mixed)
@@ -289,6 +280,27 @@ def _mixed_prefills(parts: StepParts, settings: RuntimeSettings, largest: Prefil
     if parts.sizing is not None:
         sizes = sorted({*sizes[::2], sizes[-1]})
     return [PrefillBatch(parts, size, tile) for size in sizes]
+
+
+def _step_parts(
+    algorithm: Algorithm,
+    resources: Resources,
+    max_batch: int,
+    adaptive: bool,
+    kv_scales: KVScales | None,
+    step_costs: StepCosts | None,
+) -> StepParts:
+    """The caches and the state of `max_batch` running requests, and with `adaptive` what the choice of sizes needs."""
+    config, device, context = resources.target.config, resources.device, resources.context
+    memory = allocate_memory(config, resources, kv_scales)
+    ahead, max_pages = resources.max_batch - max_batch, -(-context // resources.page_size)
+    state = BatchState(max_batch, ahead, max_pages, context, config.vocab_size, device)
+    algorithm.bind(resources)
+    sizing = Sizing(algorithm.num_nodes, buckets(max_batch), device) if adaptive else None
+    backlog = DeferredObservation(len(algorithm.target_layers), resources) if adaptive else None
+    if sizing is not None and step_costs is not None:
+        sizing.set_costs(step_costs)
+    return StepParts(algorithm, memory, state, resources, sizing, backlog, ExpertLedger.of(resources.target.model))
 
 
 def kv_dtype_of(settings: RuntimeSettings) -> torch.dtype | None:
