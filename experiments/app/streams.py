@@ -5,6 +5,7 @@ import sys
 import unicodedata
 
 PLAIN = {"–": "-", "—": "-", "·": "|", "×": "x", "±": "+-", "…": "...", "→": "->", "≥": ">=", "≤": "<=", "█": "#"}
+PLAIN |= {part: "#" if part < "▌" else " " for part in "▉▊▋▌▍▎▏"}  # of a bar: halves are rounded down
 HANDLER = "specdec.plain"
 
 
