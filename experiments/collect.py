@@ -99,9 +99,11 @@ def collect(folders: Sequence[SweepFolder], settings: Settings) -> None:
 
 
 def _groups(keys: Sequence[str]) -> list[str]:
-    """The keys of which each value has a best line: the prompt set, which nobody chooses, and the first of several."""
+    """The keys of which each value has a best line: the prompt set, which nobody chooses, and the first of several.
+    Where seeds alone differ, no line is better than another."""
     others = [key for key in keys if key not in ("data", "sampling.seed")]
-    return [*(others[:1] if len(others) > 1 else []), *(key for key in keys if key == "data")]
+    given = ("data",) if others else ("data", "sampling.seed")
+    return [*(others[:1] if len(others) > 1 else []), *(key for key in keys if key in given)]
 
 
 def _expect_columns(lines: Sequence[Line], names: Sequence[str]) -> None:

@@ -71,6 +71,18 @@ def test_shared_rooms_import_no_algorithm(room: str) -> None:
     assert offenders(f"algorithms/{room}", above) == []
 
 
+@pytest.mark.parametrize("folder", ["algorithms", "experiments"])
+def test_kernels_are_called_through_their_families(folder: str) -> None:
+    """A family's name, or a module beside the families; nothing from inside a family."""
+    families = {path.parent.name for path in files("specdec_kernels") if path.name == "api.py"} - {"sglang"}
+
+    def inside(name: str) -> bool:
+        package, *rest = name.split(".")
+        return package == "specdec_kernels" and len(rest) > 2 and rest[0] in families
+
+    assert offenders(folder, inside) == []
+
+
 @pytest.mark.parametrize("folder", PACKAGES)
 def test_no_package_imports_the_developers_tools(folder: str) -> None:
     assert offenders(folder, lambda name: name.split(".")[0] == "tools") == []

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -30,6 +30,7 @@ from experiments.app.compose import MAIN_CONFIG, build_config, every_key, option
 from experiments.app.errors import UserError, disk_is_full, unknown_key_message, unknown_option_message
 from experiments.app.resume import resumed_words
 from experiments.app.schema import CONFIG_FOLDER
+from experiments.app.task_schema import METHODS_HINT
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 INTERRUPTED = 130
@@ -161,10 +162,14 @@ def explain(error: Exception, config_name: str | None = None) -> str:
             message += f"\nto add it to what is there: '{addition[1]}'"
         return message
     lines = dict.fromkeys(line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith(NOISE))
+    hints = [METHODS_HINT] if "task.methods" in str(error) else []
+    if isinstance(error, OverrideParseException):
+        hints.append(f"in {error.override}\ntext with special characters needs quotes inside of quotes: 'key=\"text\"'")
+    return "\n".join([*(line for line in lines if line and not line.startswith(NOISE)), *hints])
 
 
 SPELLED = {"–": "-", "—": "-", "·": "|", "×": "x", "±": "+-", "…": "...", "→": "->", "≥": ">=", "≤": "<=", "█": "#"}
+SPELLED |= {part: "#" if part < "▌" else " " for part in "▉▊▋▌▍▎▏"}  # of a bar: halves are rounded down
 HANDLER = "specdec.plain"
 
 

@@ -21,7 +21,7 @@ from experiments.app.files import locked
 from experiments.app.provenance import git_revision
 from experiments.report.tables import flatten
 
-STATUS, CONFIG = "status.json", "config.yaml"
+STATUS, CONFIG, SUMMARY = "status.json", "config.yaml", "summary.json"
 RESUME, FORCE = "resume", "resume_force"
 ALIVE_S = 60.0  # a run on another machine whose heartbeat is younger than this is taken to go on
 
@@ -55,7 +55,7 @@ def resumed_words(words: Sequence[str]) -> list[str]:
         raise UserError(f"{RESUME} takes the settings of the run: leave out {' '.join(changed)}, or start a new run")
     if not isinstance(status.get("overrides"), list):
         raise UserError(f"{RESUME}={folder}: {STATUS} does not hold the settings of the run: expected overrides")
-    if status.get("status") == "done":
+    if status.get("status") == "done" or (folder / SUMMARY).is_file():
         raise UserError(f"{RESUME}={folder}: this run is done")
     if is_running(folder, status):
         raise UserError(f"{RESUME}={folder}: this run is still running, as process {status.get('pid')}")

@@ -25,6 +25,7 @@ from experiments.data.prompts import JsonlData, PublicData, datasets
 from experiments.data.public import WORDINGS
 from specdec_kernels.checks import expect_choice
 
+METHODS_HINT = "add a method by +task.methods.LABEL={name:ALGORITHM}; task.only=[LABEL] chooses among them"
 HYBRID = {"prefill": "torch", "decode": "fa4", "verify": "prefill"}
 """Settings of `hybrid` where task.backends names it, chosen so that it uses two different backends."""
 
@@ -303,6 +304,8 @@ def ignored_overrides(task: TaskConfig, overrides: Sequence[str]) -> list[str]:
     keys = [(override, override.split("=")[0].split("@")[0].lstrip("+~")) for override in overrides]
     ignored = [(text, key) for text, key in keys if any(f"{key}.".startswith(f"{name}.") for name in task.IGNORED)]
     own = {item.name for item in fields(task)}
+    if whole := [text for text, key in keys if key == "task.methods" and not text.startswith("+")]:
+        raise UserError(f"{whole[0]} leaves the other methods in place\n{METHODS_HINT}")
     for text, key in ignored:
         if (leaf := key.rpartition(".")[2]) in own:
             value = f"[{text.partition('=')[2]}]" if leaf == "data" else text.partition("=")[2]

@@ -37,6 +37,8 @@ class Generate(Task):
         ours, prompts, judge = decoded[-1][1], workload.prompts.prompts, workload.judge
         self.records = [
             {
+                "data": workload.name,
+                "method": decoded[-1][0]["method"],
                 "id": request.id,
                 "prompt": prompts[request.id % len(prompts)].turn(request.id // len(prompts)),
                 "num_prompt_tokens": len(request.prompt_ids),

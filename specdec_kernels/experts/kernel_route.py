@@ -111,10 +111,12 @@ def _write_schedule(
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """The schedule of rows so few that an expert has one item: `chosen` [T, BLOCK_E], and `idle` [T] without expert."""
-    expert, took = tl.arange(0, BLOCK_E), chosen.to(tl.int32)
+    expert = tl.arange(0, BLOCK_E)
+    took = chosen.to(tl.int32)
     counts = tl.sum(took, 0)
     start, total = tl.cumsum(counts, 0) - counts, tl.sum(counts, 0)
-    assignment, before, idle_before = row[:, None] * TOPK + rank, 0 * took, 0 * row
+    assignment = row[:, None] * TOPK + rank
+    before, idle_before = 0 * took, 0 * row
     if took.shape[0] > 1:
         before, idle_before = tl.cumsum(took, 0) - took, tl.cumsum(idle.to(tl.int32), 0) - idle.to(tl.int32)
     tl.store(order_ptr + start[None, :] + before, assignment, mask=chosen)

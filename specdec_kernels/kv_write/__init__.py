@@ -7,6 +7,8 @@ and rotated, in one launch per layer. `rope_table` makes the tables of the scali
 
 from specdec_kernels.kv_write.api import materialize_kv, write_kv
 from specdec_kernels.kv_write.rope import rope_table
-from specdec_kernels.kv_write.types import LinearScaling, Llama3Scaling, YarnScaling
+from specdec_kernels.kv_write.types import LinearScaling, Llama3Scaling, YarnScaling, head_dim_problem
 
-__all__ = ["LinearScaling", "Llama3Scaling", "YarnScaling", "materialize_kv", "rope_table", "write_kv"]
+__all__ = [
+    "LinearScaling", "Llama3Scaling", "YarnScaling", "head_dim_problem", "materialize_kv", "rope_table", "write_kv",
+]  # fmt: skip

@@ -48,8 +48,10 @@ def _chunk_kernel(
     row = chunk * S.SIZE + i
     of_row = inputs.mixed + row[:, None] * S.C
     query = head // (S.HV // S.H) * S.DK
-    log, beta = log_decay(tl.load(inputs.decay + row * S.HV + head)), tl.load(inputs.beta + row * S.HV + head)
-    total, sees = tl.cumsum(log, 0), i[:, None] >= i[None, :]
+    log = log_decay(tl.load(inputs.decay + row * S.HV + head))
+    beta = tl.load(inputs.beta + row * S.HV + head)
+    total = tl.cumsum(log, 0)
+    sees = i[:, None] >= i[None, :]
     seen, inverse = matrices(of_row, query, i >= 0, sees, log, beta, S)
     tl.store(solved.shares + (row[:, None] * S.HV + head) * S.SIZE + i[None, :], seen)
     tl.store(solved.log + row * S.HV + head, total)

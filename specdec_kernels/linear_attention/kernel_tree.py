@@ -37,7 +37,8 @@ def _tree_kernel(
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     request = tl.program_id(1).to(tl.int64)
     i, part = tl.arange(0, S.SIZE), tl.arange(0, S.PART)
-    real, row = i < nodes, request * nodes + i
+    real = i < nodes
+    row = request * nodes + i
     word = tl.load(trees.mask + row, mask=real, other=0)
     bit = (word[:, None] >> i[None, :].to(tl.int64)) & 1
     sees = ((bit != 0) & (i[:, None] > i[None, :])) | (i[:, None] == i[None, :])

@@ -92,6 +92,29 @@ def _write_lse(
         return first_row, written
 
 
+@triton.jit
+def _place(num_nodes, num_splits, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(tile of query rows, split, request) of this program."""
+    num_tiles = (num_nodes * HEADS + BLOCK_M - 1) // BLOCK_M
+    rest = tl.program_id(0) // num_tiles
+    return tl.program_id(0) % num_tiles, rest % num_splits, (rest // num_splits).to(tl.int64)
+
+
+@triton.jit
+def _key_range(
+    length, used, last_key, tile, split_end, MODE: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The end of the keys that the tile's rows see in the split, and of those that all its rows see."""
+    first_node = tile * BLOCK_M // HEADS
+    last_node = (tile * BLOCK_M + BLOCK_M - 1) // HEADS
+    end, free_end = tile_key_range(length, used, last_key, first_node, last_node, MODE, BLOCK_N)
+    if SPLIT:
+        end = tl.minimum(end, split_end)
+        free_end = tl.minimum(free_end, end)
+    return end, free_end
+
+
 # More than 16 run-time arguments: those that say how the keys of a request are split.
 @triton.jit(do_not_specialize=RUN_TIME_SIZES)
 def _mla_kernel(
@@ -130,11 +153,7 @@ def _mla_kernel(
     BLOCK_B: tl.constexpr,  # the others, padded to a power of two; 0 for none
     BLOCK_R: tl.constexpr,
 ):
-    num_tiles = (num_nodes * HEADS + BLOCK_M - 1) // BLOCK_M
-    tile = tl.program_id(0) % num_tiles
-    split = tl.program_id(0) // num_tiles % num_splits
-    request = (tl.program_id(0) // num_tiles // num_splits).to(tl.int64)
-
+    tile, split, request = _place(num_nodes, num_splits, HEADS, BLOCK_M)
     length = tl.load(lengths_ptr + request).to(tl.int32)
     used = used_rows(q_lens_ptr, request, num_nodes)
     last_key = key_end(length, used, num_slots, max_length, ALL_SLOTS)
@@ -145,13 +164,7 @@ def _mla_kernel(
 
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     nodes = rows // HEADS
-    first_node = tile * BLOCK_M // HEADS
-    last_node = (tile * BLOCK_M + BLOCK_M - 1) // HEADS
-    tile_end, free_end = tile_key_range(length, used, last_key, first_node, last_node, MODE, BLOCK_N)
-    end = tile_end
-    if SPLIT:
-        end = tl.minimum(tile_end, split_end)
-        free_end = tl.minimum(free_end, end)
+    end, free_end = _key_range(length, used, last_key, tile, split_end, MODE, HEADS, BLOCK_M, BLOCK_N, SPLIT)
     first_row = request * num_nodes * HEADS
     live = nodes < used
     q_latent_ptr += first_row * LATENT

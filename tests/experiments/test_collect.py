@@ -160,6 +160,7 @@ def test_prompt_sets_are_not_compared_with_each_other(tmp_path: Path) -> None:
             written(folder, algo + data, typed, {}, [row | {"num_resumed": num_resumed}])
             (folder.path / f"{algo}{data}" / "report.html").write_text("")
     collected(folder.path)
+    assert collect._groups(["data", "sampling.seed"]) == ["data", "sampling.seed"], "no seed is better than another"
     page = (folder.path / "sweep.html").read_text()
     assert "for each data" in page and page.count(">best<") == 1 + 2
     assert '<a href="dflashcode/report.html">' in page

@@ -133,7 +133,9 @@ def test_an_interrupted_run_goes_on_to_the_same_table(task: str, models: Path, h
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 
-def test_a_killed_run_goes_on_to_the_same_requests(models: Path, home: Path) -> None:
+def test_a_killed_run_goes_on_to_the_same_requests(
+    models: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments, after = words(models, "algo=dflash"), random_place.randrange(1, 8)
 
     def killed() -> None:
@@ -146,6 +148,12 @@ def test_a_killed_run_goes_on_to_the_same_requests(models: Path, home: Path) -> 
     assert run(f"resume={folder}") == 0
     assert run("name=whole", *arguments) == 0
     (whole,) = (home / "outputs" / "whole").iterdir()
+    same(folder, whole)
+    # Killed while it writes its last files, and after them.
+    (folder / "status.json").write_text((folder / "status.json").read_text().replace('"done"', '"running"'))
+    assert "this run is done" in refused(capsys, f"resume={folder}")
+    (folder / "summary.json").unlink()
+    assert run(f"resume={folder}") == 0
     same(folder, whole)
 
 

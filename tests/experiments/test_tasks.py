@@ -582,9 +582,10 @@ def test_factors_of_the_cache_are_measured_and_used(run: Run) -> None:
 
 def test_scales_are_of_every_batch_and_of_every_rank(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are used again, so the keys of an earlier batch are gone at the end. Ranks store their own heads."""
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "first one"}\n{"prompt": "a"}\n')
-    (tmp_path / "swapped.jsonl").write_text('{"prompt": "a"}\n{"prompt": "first one"}\n')
-    data = ["task=kv_scales", "data=jsonl", "runtime.max_batch=1", "sampling.max_new_tokens=2"]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "zebra quilts"}\n{"prompt": "1234567"}\n')
+    (tmp_path / "swapped.jsonl").write_text('{"prompt": "1234567"}\n{"prompt": "zebra quilts"}\n')
+    size = ["runtime.max_batch=1", "runtime.page_size=64", "runtime.num_pages=1"]  # one page for both
+    data = ["task=kv_scales", "data=jsonl", *size, "sampling.max_new_tokens=2"]
     found = [run(*data, f"data.path={tmp_path / name}").results for name in ("prompts.jsonl", "swapped.jsonl")]
     assert found[0] == found[1], "the largest of all batches does not depend on their order"
     monkeypatch.setattr(kv_scales, "parallel", lambda: True)

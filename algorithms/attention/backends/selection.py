@@ -28,8 +28,7 @@ def check_calls(
 ) -> None:
     """Raise `BackendError` where `backend` cannot serve a layer of the model `asker` in a phase, of `modes` by phase,
     or where no cache can hold its heads. `kv_dtype` of stored keys and values: None is `dtype`."""
-    from specdec_kernels import AttentionShape
-    from specdec_kernels.kv_write.types import head_dim_problem
+    from specdec_kernels import AttentionShape, head_dim_problem
 
     if config.mixings and None not in config.mixings:
         return

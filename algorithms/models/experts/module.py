@@ -19,7 +19,6 @@ from algorithms.models.folder import COPY_AGAIN, ModelError
 from algorithms.models.fusion import Fusable, project
 from algorithms.models.layers import MLP, RMSNorm, SwiGLU
 from specdec_kernels import Routed
-from specdec_kernels.activation.reference import silu_mul
 
 _LARGEST_SCALE = 252
 """Of MXFP4: the largest number, 6 * 2^(scale - 127), is finite in float32."""
@@ -264,8 +263,8 @@ def masked_expert_mlp(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor) 
     count, outer, _ = gate_up.shape
     shares = x.new_zeros(len(x), count + 1, dtype=routed.weights.dtype)
     shares = shares.scatter_add(1, routed.experts.long(), routed.weights)[:, :count]  # the last one is no expert
-    hidden = silu_mul(F.linear(x, gate_up.flatten(0, 1)).unflatten(1, (count, outer)))
-    return F.linear((hidden * shares[..., None]).flatten(1), down.transpose(0, 1).flatten(1)).to(x.dtype)
+    gate, up = F.linear(x, gate_up.flatten(0, 1)).unflatten(1, (count, outer)).chunk(2, dim=-1)
+    return F.linear((F.silu(gate) * up * shares[..., None]).flatten(1), down.transpose(0, 1).flatten(1)).to(x.dtype)
 
 
 def imbalance(logits: Tensor, routed: Routed) -> Tensor:

@@ -1,21 +1,10 @@
-"""The schema of each option of `drafter`."""
+"""The options of `drafter` and their schemas: what the modules of this package name in `SCHEMAS`."""
 
-from experiments.training.objectives.dflash import DFlash2Training, DFlashTraining, DominoTraining, DSparkTraining
-from experiments.training.objectives.draft import DraftTraining
-from experiments.training.objectives.eagle import Eagle3Training, EagleTraining, MTPTraining, PEagleTraining
-from experiments.training.objectives.target import TargetTraining
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
 
-SCHEMAS = {
-    "dflash": DFlashTraining,
-    "dflash2": DFlash2Training,
-    "domino": DominoTraining,
-    "draft": DraftTraining,
-    "dspark": DSparkTraining,
-    "eagle": EagleTraining,
-    "eagle3": Eagle3Training,
-    "mtp": MTPTraining,
-    "peagle": PEagleTraining,
-    "target": TargetTraining,
-}
+_MODULES = [import_module(f"{__name__}.{info.name}") for info in iter_modules(__path__)]
+SCHEMAS: dict[str, Any] = dict(sorted(item for module in _MODULES for item in getattr(module, "SCHEMAS", {}).items()))
 
 __all__ = ["SCHEMAS"]

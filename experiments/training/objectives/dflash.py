@@ -355,3 +355,8 @@ class BlockObjective(base.DrafterObjective):
             drafted = self.logits(hidden, before).argmax(-1)
             found.scatter_(1, anchors, base.leading_hits(drafted == labels))
         return found
+
+
+SCHEMAS = {
+    "dflash": DFlashTraining, "dflash2": DFlash2Training, "domino": DominoTraining, "dspark": DSparkTraining,
+}  # fmt: skip

@@ -96,3 +96,6 @@ class DistillObjective(base.DrafterObjective):
         drafted = self._logits(self.model, batch.tokens).argmax(-1)
         hits = (drafted == shifted(batch.tokens, 1)) & batch.continues(1)
         return base.leading_hits(torch.stack([shifted(hits, step) for step in range(self.draft_len)], dim=-1))
+
+
+SCHEMAS = {"draft": DraftTraining}

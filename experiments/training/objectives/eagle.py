@@ -315,3 +315,6 @@ class OnePassObjective(ChainObjective):
         if step == 0:
             return shifted(tokens, 1), state
         return torch.full_like(tokens, token), self.model.mask_feature().to(state.dtype).expand_as(state)
+
+
+SCHEMAS = {"eagle": EagleTraining, "eagle3": Eagle3Training, "mtp": MTPTraining, "peagle": PEagleTraining}

@@ -201,3 +201,6 @@ def compile_layers(model: Decoder) -> None:
     for layer, kind in zip(model.model.layers, kinds, strict=True):
         first = kinds.index(kind)
         layer.forward = lambda _, x, mixer, layer=layer, first=first: compiled(layer, first, x, mixer)  # type: ignore
+
+
+SCHEMAS = {"target": TargetTraining}
