@@ -303,8 +303,6 @@ def paged_attention_with_lse(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _attention(call: AttentionCall, lse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Launch the kernel and, where keys are split, the merge; writes `lse` and `out` if they are given."""
     q, work = call.q, call.work
-    if q.dtype == torch.float64:
-        raise ValueError("q: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     out = torch.empty_like(q) if out is None else out
     split = work.num_splits > 1 or call.along_paths
     parts = (work.batch * work.num_splits, *q.shape[1:3])

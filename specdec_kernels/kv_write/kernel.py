@@ -278,10 +278,6 @@ def _launch(
     """q, out: [T, H, D] or None."""
     k, v, kv, rope = store.k, store.v, store.kv, store.rope
     eps, interleaved, k_scale, v_scale = options
-    if kv.dtype == torch.float64:
-        raise ValueError(
-            "kv: the kernel takes float32, float16, bfloat16 and float8_e4m3fn, got float64; use impl='reference'"
-        )
     tokens, layers, kv_heads, head_dim = k.shape
     heads = 0 if q is None else q.shape[1]
     half = rope.shape[1] // 2

@@ -17,7 +17,6 @@ from torch import Tensor
 from specdec_kernels.launch import current_chip, lanes, launch, num_processors
 from specdec_kernels.linear_attention.configs import CONFIGS
 from specdec_kernels.linear_attention.device import LEAST_LANES, log_decay, matrices, static_of
-from specdec_kernels.linear_attention.kernel import refuse_float64
 from specdec_kernels.linear_attention.types import DeltaInputs, DeltaState, Trees
 
 _LEAST_ROWS = 32
@@ -70,7 +69,6 @@ def _tree_kernel(
 
 
 def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState) -> Tensor:
-    refuse_float64(inputs.raw)
     (heads, _, dv), (batch, nodes, _) = state.ssm.shape[1:], trees.mask.shape
     config = CONFIGS[current_chip(inputs.raw)]
     out = inputs.raw.new_empty((len(inputs.raw), heads, dv))
