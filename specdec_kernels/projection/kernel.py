@@ -34,7 +34,7 @@ from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import kernel_hopper, kernel_scaled, reference
 from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
-from specdec_kernels.projection.device import Operands, Results, Tile, finish, weight_at, weight_rows, work_of, x_at
+from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
 from specdec_kernels.projection.kernel_library import has_the_bits, products_of_splits
 from specdec_kernels.projection.types import Product, ScaledWeight
 
@@ -225,14 +225,13 @@ def launch_linear(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     if config.ring and kernel_hopper.takes(product, config, is_gated):
         kernel_hopper.launch_hopper(product, bias, out, config)
         return
-    x, weight, rows = product.x, product.weight, product.rows
+    x, weight = product.x, product.weight
     outer, inner = weight.shape
-    work = work_of(product, out, is_gated, config)
+    grid, results = work_of(product, bias, out, is_gated, config)
     launch(
         _linear_kernel,
-        work.grid,
-        *(x, weight, Results(out, bias, work.part, work.ticket)),
-        *(rows, outer, inner, config.splits, config.split_length(inner)),
+        grid,
+        *(x, weight, results, product.rows, outer, inner, config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         TILE=Tile.of(config, inner),

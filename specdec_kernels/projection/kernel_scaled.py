@@ -31,7 +31,7 @@ from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import kernel_scaled_hopper
 from specdec_kernels.projection.configs import ROUNDED_APART_ROWS, LinearConfig
-from specdec_kernels.projection.device import Operands, Results, Tile, finish, weight_at, weight_rows, work_of, x_at
+from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
 from specdec_kernels.projection.rounding import multiplies_codes, rounded, rounded_rows
 from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
@@ -270,13 +270,13 @@ def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
         kernel_scaled_hopper.launch_hopper(product, bias, out, is_gated, config)
         return
     chip = current_chip(x)
-    work = work_of(product, out, is_gated, config)
+    grid, results = work_of(product, bias, out, is_gated, config)
     apart = weight.float8_x and multiplies_codes(chip) and product.rows > ROUNDED_APART_ROWS
     numbers, x_scales = rounded_rows(x) if apart else (x, weight.scales)
     launch(
         _scaled_linear_kernel,
-        work.grid,
-        *(numbers, x_scales, numbers_of(weight, chip), weight.scales, Results(out, bias, work.part, work.ticket)),
+        grid,
+        *(numbers, x_scales, numbers_of(weight, chip), weight.scales, results),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
