@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec_kernels.activation.kernel import gated
 from specdec_kernels.experts import configs
-from specdec_kernels.experts.configs import ROUTE, RingConfig, product_config, scaled_product_config
+from specdec_kernels.experts.configs import ROUTE, product_config, scaled_product_config
 from specdec_kernels.experts.kernel_hopper import launch_ring, takes
 from specdec_kernels.experts.kernel_mxfp4 import mxfp4_partial_sum
 from specdec_kernels.experts.types import Activation, ExpertCall, ExpertSchedule, Matrices, Mxfp4
@@ -215,14 +215,6 @@ def _launch(call: ExpertCall, block: int, warps: int, *end: Tensor | float | Non
     )
 
 
-def _ring_takes(
-    x: Tensor, weight: Matrices, bias: Tensor | None, activation: Activation | None, config: RingConfig
-) -> bool:
-    if current_chip(x) != "sm90" or not isinstance(weight, Tensor) or bias is not None:
-        return False
-    return (activation is None or activation.limit is None) and takes(x, weight, config)
-
-
 def _launch_product(
     x: Tensor,
     weight: Matrices,
@@ -234,8 +226,9 @@ def _launch_product(
 ) -> None:
     """The first product with its activation, or the second without."""
     (_, outer, inner), chip = weight.shape, current_chip(x)
+    limit, alpha = activation or Activation()
     ring = configs.RING.get(schedule.row_tile)
-    if ring and _ring_takes(x, weight, bias, activation, ring):
+    if ring and bias is None and limit is None and takes(x, weight, ring):
         launch_ring(x, weight, out, schedule, topk, ring, activation is not None)
         return
     is_gated, sizes = activation is not None, (chip, inner, schedule.row_tile, x.element_size())
@@ -249,7 +242,6 @@ def _launch_product(
     scale_stride = 0 if scales is None else scales.shape[2]
     columns, width = (config.columns // 2, outer // 2) if is_gated else (config.columns, outer)
     split, step = min(inner, config.split), config.block_k
-    limit, alpha = activation or Activation()
     launch(
         _product_kernel,
         (schedule.items.shape[0], triton.cdiv(width, columns)),

@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from specdec_kernels.activation.kernel import gated
 from specdec_kernels.experts.configs import RingConfig
-from specdec_kernels.experts.types import ExpertSchedule
+from specdec_kernels.experts.types import ExpertSchedule, Matrices
 from specdec_kernels.gluon_copies import request_copy
-from specdec_kernels.launch import launch, num_processors
+from specdec_kernels.launch import current_chip, launch, num_processors
 
 _TILE = gl.constexpr(64)  # the M side of a product
 _WARPS = gl.constexpr(4)
@@ -173,8 +173,10 @@ def _ring_kernel(
         first, row = next_first, next_row
 
 
-def takes(x: Tensor, weight: Tensor, config: RingConfig) -> bool:
+def takes(x: Tensor, weight: Matrices, config: RingConfig) -> bool:
     """Whether the product has whole tiles and steps of the kernel, and as many steps as it has buffers."""
+    if current_chip(x) != "sm90" or not isinstance(weight, Tensor):
+        return False
     outer, inner = weight.shape[1:]
     whole = outer % _TILE.value == 0 and inner % config.step == 0
     return x.element_size() == 2 and whole and inner // config.step >= config.buffers

@@ -147,9 +147,7 @@ def _rule_kernel(
         state, o = delta_step(state, q, k, v, decay, beta)
         if out_ptr is not None:
             mine = tl.load(paths.owners + row) == path
-            tl.store(
-                out_ptr + (row * S.HV + head) * S.DV + value, o.to(out_ptr.dtype.element_ty), mask=(value < S.DV) & mine
-            )
+            tl.store(out_ptr + (row * S.HV + head) * S.DV + value, o, mask=(value < S.DV) & mine)
     tl.store(of_layer + end * (S.HV * S.DK * S.DV), state, mask=in_tile & (end >= 0))
 
 

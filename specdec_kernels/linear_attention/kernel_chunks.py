@@ -114,7 +114,7 @@ def _scan_kernel(
             o += tl.dot(q, state[at // PART], input_precision=S.PRECISION)
         seen = tl.load(solved.shares + (row * S.HV + head)[:, None] * S.SIZE + i[None, :])
         o = tl.exp(total)[:, None] * o + tl.dot(seen, difference, input_precision=S.PRECISION)
-        tl.store(out_ptr + of_value, o.to(out_ptr.dtype.element_ty), mask=in_tile)
+        tl.store(out_ptr + of_value, o, mask=in_tile)
         last = tl.sum(tl.where(i == S.SIZE - 1, total, 0.0), 0)
         after = ()
         for at in tl.static_range(0, DK, PART):

@@ -65,7 +65,7 @@ def _tree_kernel(
     written = tl.dot(inverse, beta[:, None] * (v - left * known), input_precision=S.PRECISION)
     o = left * o + tl.dot(seen, written, input_precision=S.PRECISION)
     of_value = out_ptr + (row * S.HV + head)[:, None] * S.DV + value[None, :]
-    tl.store(of_value, o.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(of_value, o, mask=inside)
 
 
 def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState) -> Tensor:
