@@ -41,10 +41,12 @@ def interpreting() -> bool:
 
 
 def use_triton(impl: str, tensor: torch.Tensor) -> bool:
-    """Whether `impl` means the Triton kernel for `tensor`'s device: `auto` takes it on a GPU or in the interpreter,
-    and `triton` raises RuntimeError where no kernel can run."""
+    """Whether `impl` means the Triton kernel for `tensor`'s device: `auto` takes it on a GPU or in the interpreter, but
+    not for float64, and `triton` raises RuntimeError where no kernel can run, ValueError for float64."""
     expect_choice("impl", impl, IMPLS)
-    if impl == "reference":
+    if impl == "triton" and tensor.dtype == torch.float64:
+        raise ValueError("impl='triton': expected float32, float16 or bfloat16, got float64; use impl='reference'")
+    if impl == "reference" or tensor.dtype == torch.float64:
         return False
     if _recorder is not None or tensor.is_cuda:
         return True

@@ -20,10 +20,9 @@ from specdec_kernels.attention.types import (
     TileSchedule,
     WorkShape,
 )
-from specdec_kernels.checks import expect_at_least_one, expect_choice, expect_shape, expect_strided, expect_tensors
+from specdec_kernels.checks import expect_at_least_one, expect_choice, expect_fields, expect_shape, expect_tensors
 from specdec_kernels.launch import current_chip, dispatch
 
-_WORD_BITS = 64
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -100,7 +99,8 @@ def plan_attention(
     """
     _check_plan(metadata, shape)
     work, _ = _divide(metadata, shape, SplitOptions(split_tokens, tuning, batch_invariant, in_order))
-    return dispatch("plan_attention", __package__, impl, metadata.lengths, kernel="kernel_plan")(metadata, work)
+    plan = dispatch("plan_levels", __package__, impl, metadata.lengths, kernel="kernel_plan")
+    return plan(metadata, (work,), 0, 0)[0]
 
 
 def plan_levels(
@@ -173,7 +173,7 @@ def _checked(
     _check_pool(q, kv, metadata)
     check_draft(q, metadata)
     _check_depths(q, metadata)
-    _check_paths(q, metadata, options)
+    _check_paths(metadata, options)
     filled = metadata._replace(
         scale=q.shape[3] ** -0.5 if metadata.scale is None else metadata.scale,
         row_depths=metadata.depths if metadata.row_depths is None else metadata.row_depths,
@@ -283,19 +283,14 @@ def check_mode(metadata: AttentionMetadata) -> None:
 
 
 def check_lengths(metadata: AttentionMetadata) -> None:
-    """Page table, lengths and rows in use."""
-    page_table, lengths, q_lens = metadata.page_table, metadata.lengths, metadata.q_lens
-    expect_tensors(lengths=(lengths, (None,), torch.int64))
-    expect_strided(page_table=(page_table, (len(lengths), None), torch.int32))
-    expect_tensors({"page_table": page_table, "lengths": lengths}, q_lens=(q_lens, (len(lengths),), torch.int32))
+    """The forms of the tensors, for some number of rows and slots."""
+    expect_fields(metadata, ("page_table",))
 
 
 def _check_pool(q: Tensor, kv: Tensor, metadata: AttentionMetadata) -> None:
     """Shapes and types of queries, pool, page table and lengths."""
     expect_shape("q", q, (None, None, None, None))
-    batch, _, heads, head_dim = q.shape
-    expect_shape("lengths", metadata.lengths, (batch,))
-    check_lengths(metadata)
+    heads, head_dim = q.shape[2:]
     expect_tensors(
         {"lengths": metadata.lengths},
         q=(q, q.shape, _FLOATS),
@@ -308,20 +303,19 @@ def _check_pool(q: Tensor, kv: Tensor, metadata: AttentionMetadata) -> None:
 
 
 def check_draft(q: Tensor, metadata: AttentionMetadata) -> None:
-    """The mode, and the mask words of the query rows q [B, N, ...], which a tree has and no other mode."""
+    """The mode, the forms of the tensors for the query rows q [B, N, ...], and the mask, of trees alone."""
     check_mode(metadata)
     mode, mask = metadata.mode, metadata.mask
     if (mask is not None) != (mode == "tree"):
         raise ValueError(f"mask: expected with mode 'tree' only, got mode {mode!r} and {type(mask).__name__}")
-    if mask is not None:
-        words = -(-(metadata.tree_width or q.shape[1]) // _WORD_BITS)
-        expect_tensors({"q": q}, mask=(mask, (*q.shape[:2], words), torch.int64))
+    batch, num_nodes = q.shape[:2]
+    expect_fields(metadata, ("page_table",), dict(q=q), B=batch, N=num_nodes, M=metadata.tree_width or num_nodes)
 
 
 def _check_depths(q: Tensor, metadata: AttentionMetadata) -> None:
     """Depths of slots and rows, which a tree with a window has."""
-    batch, num_nodes = q.shape[:2]
     mode, window, depths, row_depths = metadata.mode, metadata.window, metadata.depths, metadata.row_depths
+    num_nodes = q.shape[1]
     num_slots = metadata.tree_width or num_nodes
     wanted = mode == "tree" and window is not None
     if wanted and depths is None:
@@ -330,24 +324,17 @@ def _check_depths(q: Tensor, metadata: AttentionMetadata) -> None:
         raise ValueError(f"depths: expected with mode 'tree' and a window only, got mode {mode!r}, window {window}")
     if depths is not None and row_depths is None and num_slots != num_nodes:
         raise ValueError(f"row_depths: expected where tree_width {num_slots} is not the {num_nodes} rows, got None")
-    expect_tensors(
-        {"q": q},
-        depths=(depths, (batch, num_slots), torch.int32),
-        row_depths=(row_depths, (batch, num_nodes), torch.int32),
-    )
 
 
-def _check_paths(q: Tensor, metadata: AttentionMetadata, options: SplitOptions) -> None:
+def _check_paths(metadata: AttentionMetadata, options: SplitOptions) -> None:
     """The slots of each row in the order of the text, which a batch-invariant call of a tree has."""
     if options.in_order is not None and not options.batch_invariant:
         raise ValueError(f"in_order: expected with batch_invariant only, got {options.in_order}")
-    if metadata.paths is None:
-        if options.batch_invariant and metadata.mode == "tree":
-            raise ValueError("metadata: expected paths for a batch-invariant call of a tree, got None; see mask_paths")
-        return
-    if not options.batch_invariant or metadata.mode != "tree":
+    of_paths = options.batch_invariant and metadata.mode == "tree"
+    if metadata.paths is None and of_paths:
+        raise ValueError("metadata: expected paths for a batch-invariant call of a tree, got None; see mask_paths")
+    if metadata.paths is not None and not of_paths:
         raise ValueError(f"paths: expected for a batch-invariant call of a tree only, got mode {metadata.mode!r}")
-    expect_tensors({"q": q}, paths=(metadata.paths, (*q.shape[:2], None), torch.int32))
 
 
 def _check_scales(q: Tensor, kv_heads: int, metadata: AttentionMetadata, scales: LayerScales) -> None:

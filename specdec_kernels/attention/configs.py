@@ -43,10 +43,7 @@ _MAX_SPLIT_TILES = 4
 _INTERPRETER_MAX_ROWS = 1024
 PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _FP8_NATIVE_CHIPS = ("sm90", "sm100")
-_PDL_CHIPS = ("sm90", "sm100")
 _SWAP_AB_BUCKETS = (16, 32)  # with more rows, finding the maxima of keys by rows takes longer than conversions
-_FP8_WARP_SPECIALIZED_FROM = 64  # rows; with fewer, keys as the first operand are faster, see `device_fp8`
-_WARP_SPECIALIZED_HEAD_DIMS = {1: (128,), 2: (64, 128, 256)}  # bytes of a stored number: dimensions
 _PROGRAMS_AT_ONCE = {16: 3, 32: 2, 64: 2, 128: 1}
 _FP8_PROGRAMS_AT_ONCE = _PROGRAMS_AT_ONCE | {16: 2}
 
@@ -59,7 +56,7 @@ class AttentionConfig:
     of a request that fill the chip. longest_split: most keys of a split, about; longer requests have multiples of
     `first_splits`. 0 for the two: as `spread` chooses. slots: programs that the chip runs at once. resident_programs:
     size of the persistent grid. fp8_native: the chip converts e4m3 itself. swap_ab: see `device_fp8`. warp_specialized:
-    calls that `kernel_hopper` can do are its own. pdl: the kernel is launched before its predecessor has ended.
+    calls that `kernel_hopper` can do are its own; with fewer than 64 rows over float8 `device_fp8` is faster.
     """
 
     block_m: int
@@ -75,7 +72,6 @@ class AttentionConfig:
     fp8_native: bool = False
     swap_ab: bool = False
     warp_specialized: bool = False
-    pdl: bool = False
 
     def fp8_code(self, kv_dtype: torch.dtype) -> int:
         """How the kernel reads the pool: 0 as it is, 1 the chip's own e4m3, 2 by moving bits."""
@@ -91,7 +87,6 @@ class MergeConfig:
     rows: int
     unroll: int
     num_warps: int
-    pdl: bool
 
 
 def attention_config(
@@ -135,11 +130,6 @@ def attention_config(
             names = ", ".join(field.name for field in fields(AttentionConfig))
             raise ValueError(f"tuning: expected fields among {names}, got {', '.join(unknown)}")
         config = replace(config, **tuning)
-    warp_specialized = (
-        config.warp_specialized and chip == "sm90" and head_dim in _WARP_SPECIALIZED_HEAD_DIMS.get(kv_bytes, ())
-    )
-    swap_ab = config.swap_ab and (chip == "interpreter" or (chip == "sm90" and _head_dim_row(head_dim) == 128))
-    config = replace(config, warp_specialized=warp_specialized, swap_ab=swap_ab)
     return replace(config, split_tokens=-(-config.split_tokens // config.block_n) * config.block_n)
 
 
@@ -187,15 +177,15 @@ def bounded_splits(max_splits: int, rows: int, head_dim: int, itemsize: int) -> 
 def merge_config(chip: str, rows: int, num_splits: int, head_dim: int) -> MergeConfig:
     """Row of the table for up to `num_splits` partial results of `rows` = N * H output rows per request."""
     if chip == "interpreter":
-        return MergeConfig(max(2, min(1024, _power_of_two(rows))), 2, 1, pdl=False)
+        return MergeConfig(max(2, min(1024, _power_of_two(rows))), 2, 1)
     # A warp takes two rows of 128 two-byte numbers, 16 bytes per lane.
     rows, num_warps = (4, 2) if rows <= 64 else (8, 4)
     if head_dim > 256 and 8 < num_splits <= 16 and chip == "sm90":
-        return MergeConfig(rows=1, unroll=16, num_warps=2, pdl=True)
+        return MergeConfig(rows=1, unroll=16, num_warps=2)
     if head_dim > 256:
         rows = 2
     unroll = 8 if chip == "sm90" and num_splits > 4 else 4  # eight spill on sm100
-    return MergeConfig(rows, unroll, num_warps, pdl=chip in _PDL_CHIPS)
+    return MergeConfig(rows, unroll, num_warps)
 
 
 def in_order_config(chip: str, config: AttentionConfig, rows: int, itemsize: int) -> AttentionConfig:
@@ -234,9 +224,8 @@ def _table_config(chip: str, head_dim: int, rows: int, kv_bytes: int) -> Attenti
         slots=(_FP8_PROGRAMS_AT_ONCE if kv_bytes == 1 else _PROGRAMS_AT_ONCE)[bucket] * PROCESSORS[chip],
         resident_programs=resident * PROCESSORS[chip],
         fp8_native=chip in _FP8_NATIVE_CHIPS,
-        swap_ab=bucket in _SWAP_AB_BUCKETS,
-        warp_specialized=bucket >= (_FP8_WARP_SPECIALIZED_FROM if kv_bytes == 1 else _ROW_BUCKETS[-1]),
-        pdl=chip in _PDL_CHIPS,
+        swap_ab=chip == "sm90" and bucket in _SWAP_AB_BUCKETS and _head_dim_row(head_dim) == 128,
+        warp_specialized=chip == "sm90",
     )
 
 

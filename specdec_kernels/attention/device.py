@@ -63,27 +63,33 @@ class Pool(NamedTuple):
     table_row: Any  # of the page table
 
 
-class Call(NamedTuple):
-    """The run-time arguments of an attention kernel, see `kernel._attention_kernel`; some are for that kernel alone."""
+class Tensors(NamedTuple):
+    """What an attention kernel reads and writes, besides the pool and the number of work items."""
 
-    q: Any
+    q: Any  # [B, N, H, D]
+    table: Any  # [B, table_stride] int32
+    lengths: Any  # [B] int64
+    q_lens: Any  # [B] int32 or None
+    mask: Any  # [B, N, ceil(num_slots / 64)] int64, tree only
+    depths: Any  # [B, num_slots] int32, tree with a window only
+    row_depths: Any  # [B, N] int32, tree with a window only
+    sinks: Any  # [H] float32 or None
+    k_scale: Any  # [H_KV] float32 or None
+    v_scale: Any  # [H_KV] float32 or None
+    items: Any  # [capacity, 3] int32 of a tile schedule or None
+    offsets: Any  # [B + 1] int32 of a tile schedule or None: `num_splits` partial results per request
+    out: Any  # [B, N, H, D], with SPLIT [partial results, N, H, D]
+    lse: Any  # [B, N, H] float32 natural or None, with SPLIT [partial results, N, H] base 2
+    state: Any  # [B, N, H, D] float32 with PATHS, see `kernel_tree`
+    sums: Any  # [B, N, H, 2] float32 with PATHS
+
+
+class Call(NamedTuple):
+    """The run-time arguments of an attention kernel, see `kernel._attention_kernel`."""
+
+    of: Any  # Tensors
     kv: Any
-    table: Any
-    lengths: Any
-    q_lens: Any
-    mask: Any
-    depths: Any
-    row_depths: Any
-    sinks: Any
-    k_scale: Any
-    v_scale: Any
-    items: Any
-    offsets: Any
     num_items: Any
-    out: Any
-    lse: Any
-    state: Any
-    sums: Any
     splits: Any  # Splits
     num_pages: Any
     num_splits: Any
@@ -196,7 +202,7 @@ def split_layout(length, end, splits, FIXED: tl.constexpr):
 def item_of(work, call, STATIC: tl.constexpr):
     """(request, tile of query rows, split of the keys, place of the partial result) of a work item: an entry of the
     tile schedule or, without one, a program of the grid."""
-    if call.items is None:
+    if call.of.items is None:
         num_tiles = (call.splits.num_nodes * STATIC.GROUP + STATIC.BLOCK_M - 1) // STATIC.BLOCK_M
         index = work // STATIC.H_KV
         # The last tile of a causal prefill has the most keys, so it starts first.
@@ -205,11 +211,11 @@ def item_of(work, call, STATIC: tl.constexpr):
         request = (index // num_tiles // call.num_splits).to(tl.int64)
         part = request * call.num_splits + split
     else:
-        entry = call.items + work // STATIC.H_KV * 3
+        entry = call.of.items + work // STATIC.H_KV * 3
         request = tl.load(entry).to(tl.int64)
         tile = tl.load(entry + 1)
         split = tl.load(entry + 2)
-        part = (tl.load(call.offsets + request) + split).to(tl.int64)
+        part = (tl.load(call.of.offsets + request) + split).to(tl.int64)
     return request, tile, split, part
 
 

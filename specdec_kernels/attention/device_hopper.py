@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 @gluon.jit
 def work_count(call, STATIC: gl.constexpr):
     """Work items of the call, each KV head's counted."""
-    if call.items is None:
+    if call.of.items is None:
         return call.num_items
     else:
         return gl.load(call.num_items) * STATIC.H_KV
@@ -79,10 +79,10 @@ def work_item(turn, count, call, STATIC: gl.constexpr):
     splits = call.splits
     request, tile, split, part = d.item_of(work, call, STATIC)
     begin, split_end, live = d.split_range(
-        call.lengths, call.q_lens, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
+        call.of.lengths, call.of.q_lens, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
     )
-    length = gl.load(call.lengths + request).to(gl.int32)
-    used = d.used_rows(call.q_lens, request, splits.num_nodes)
+    length = gl.load(call.of.lengths + request).to(gl.int32)
+    used = d.used_rows(call.of.q_lens, request, splits.num_nodes)
     end = d.key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)
     first_node = tile * ROWS // GROUP
     last_node = (tile * ROWS + ROWS - 1) // GROUP
@@ -202,15 +202,15 @@ def write_rows(call, item, rows, acc, top, total, value_scale, SUMS: gl.constexp
         written = nodes < item.used
     else:
         written = nodes < num_nodes
-        if call.sinks is not None:
-            sink = gl.load(call.sinks + rows.kv_head * GROUP + row % GROUP) * _LOG2_E
+        if call.of.sinks is not None:
+            sink = gl.load(call.of.sinks + rows.kv_head * GROUP + row % GROUP) * _LOG2_E
             sink = gl.where(nodes < item.used, sink, float("-inf"))
             out, top, total = d.fold_sink(out, lse, gl.where(total > 0.0, 1.0, 0.0), sink)
             out = out * d.inverse_or_zero(total)[:, None]
             lse = d.log2_sum(top, total)
         lse *= d.LN_2
     dims = gl.arange(0, D, gl.SliceLayout(0, SUMS))
-    narrow = out.to(call.out.dtype.element_ty)
-    gl.store(call.out + places[:, None] * D + dims[None, :], narrow, mask=written[:, None])
-    if call.lse is not None:
-        gl.store(call.lse + places, lse, mask=written)
+    narrow = out.to(call.of.out.dtype.element_ty)
+    gl.store(call.of.out + places[:, None] * D + dims[None, :], narrow, mask=written[:, None])
+    if call.of.lse is not None:
+        gl.store(call.of.lse + places, lse, mask=written)

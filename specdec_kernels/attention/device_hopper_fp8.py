@@ -79,7 +79,7 @@ def convert_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
         stop = item.stop
         key_ptr = call.kv + item.kv_head * QUADS
         value_ptr = key_ptr + call.num_pages.to(gl.int64) * (PAGE * STEP)
-        table_row = call.table + item.request * call.table_stride
+        table_row = call.of.table + item.request * call.table_stride
         positions = item.begin + columns
         places = d.page_ids(table_row, positions, stop, PAGE).to(gl.int64) * PAGE + positions % PAGE
         pages = d.page_ids(table_row, positions + BLOCK_N, stop, PAGE)
@@ -131,7 +131,7 @@ def _fold_tile(start, q, factor, zeros, sums, columns, ring, buffer, phase, view
 @gluon.jit
 def _load_queries(call, rows, used, queries, group, SCORES: gl.constexpr, STATIC: gl.constexpr):
     """(queries of a group's rows as the first operand of scores, factor of their scores), see `device.half_queries`."""
-    q = load_rows(call.q, rows, used, STATIC)
+    q = load_rows(call.of.q, rows, used, STATIC)
     LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
     if q.dtype == gl.bfloat16:
         q, factor = d.half_queries(q, d.FP8_NATIVE)
@@ -168,14 +168,14 @@ def attend_fp8(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexp
             q, factor = _load_queries(call, rows, item.used, ring.queries, group, SCORES, STATIC)
             factor = factor * call.score_scale
             value_factor = call.value_scale
-            if call.k_scale is not None:
-                factor *= gl.load(call.k_scale + rows.kv_head)
-            if call.v_scale is not None:
-                value_factor *= gl.load(call.v_scale + rows.kv_head)
+            if call.of.k_scale is not None:
+                factor *= gl.load(call.of.k_scale + rows.kv_head)
+            if call.of.v_scale is not None:
+                value_factor *= gl.load(call.of.v_scale + rows.kv_head)
             # Made here: Triton 3.6 returns no structure from a function that holds None.
-            mask_row = call.mask
-            if call.mask is not None:
-                mask_row = call.mask + item.request * call.splits.num_nodes * STATIC.WORDS
+            mask_row = call.of.mask
+            if call.of.mask is not None:
+                mask_row = call.of.mask + item.request * call.splits.num_nodes * STATIC.WORDS
             nodes = nodes_of_group(rows, LINES, STATIC)
             view = d.View(mask_row, None, None, nodes, item.length, item.used, None)
             top = gl.full([GROUP_ROWS], float("-inf"), gl.float32, LINES)

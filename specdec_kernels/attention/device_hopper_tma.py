@@ -74,7 +74,7 @@ def copy_tiles(call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.constexpr):
     for turn in range(gl.cdiv(count, gl.num_programs(0))):
         item = work_item(turn, count, call, STATIC)
         column = item.kv_head * STATIC.D
-        table_row = call.table + item.request * call.table_stride
+        table_row = call.of.table + item.request * call.table_stride
         tiles = gl.where(item.exists, num_tiles(item.begin, item.stop, BLOCK_N), 0)
         for tile in range(tiles):
             rows = _rows_of_copies(table_row, item.begin + tile * BLOCK_N, item.stop, STATIC)

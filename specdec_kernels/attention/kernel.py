@@ -29,18 +29,17 @@ from specdec_kernels.attention import device as d
 from specdec_kernels.attention.device_fp8 import attend_keys_swap_ab
 from specdec_kernels.attention.device_hopper import COPY_KEYS
 from specdec_kernels.attention.kernel_hopper import WARP_SPECIALIZED_TILES, launch_warp_specialized
-from specdec_kernels.attention.kernel_merge import merge
+from specdec_kernels.attention.kernel_merge import merge_parts
 from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
 from specdec_kernels.attention.launch_arguments import (
-    pdl_options,
     pool_argument,
-    schedule_tensors,
     score_factors,
     static_of,
+    tensors_of,
 )
 from specdec_kernels.attention.types import AttentionCall
-from specdec_kernels.launch import launch
-from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
+from specdec_kernels.launch import current_chip, launch
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 
 _LOG2_E = tl.constexpr(d.LOG2_E)
 
@@ -69,18 +68,18 @@ def _write_rows(call, item, out, top, total, rows, out_rows, used, STATIC: tl.co
         lse = top
     else:
         written = nodes < num_nodes
-        if call.sinks is not None:
-            sink = tl.load(call.sinks + item.kv_head * STATIC.GROUP + rows % STATIC.GROUP) * _LOG2_E
+        if call.of.sinks is not None:
+            sink = tl.load(call.of.sinks + item.kv_head * STATIC.GROUP + rows % STATIC.GROUP) * _LOG2_E
             sink = tl.where(nodes < used, sink, float("-inf"))
             out, top, total = d.fold_sink(out, top, total, sink)
         out = out * d.inverse_or_zero(total)[:, None]
         lse = d.log2_sum(top, total) * d.LN_2
     dims = tl.arange(0, STATIC.BLOCK_D)
     out_written = d.rows_and_dims(written, dims, D, STATIC.BLOCK_D)
-    narrow = out.to(call.out.dtype.element_ty)
-    tl.store(call.out + out_rows[:, None] * D + dims[None, :], narrow, mask=out_written)
-    if call.lse is not None:
-        tl.store(call.lse + out_rows, lse, mask=written)
+    narrow = out.to(call.of.out.dtype.element_ty)
+    tl.store(call.of.out + out_rows[:, None] * D + dims[None, :], narrow, mask=out_written)
+    if call.of.lse is not None:
+        tl.store(call.of.lse + out_rows, lse, mask=written)
 
 
 @triton.jit
@@ -155,8 +154,8 @@ def _attend(call, item, IN_ORDER: tl.constexpr, SWAP_AB: tl.constexpr, STATIC: t
     score_scale = call.score_scale
     value_scale = call.value_scale
     soft_cap = call.soft_cap
-    length = tl.load(call.lengths + request).to(tl.int32)
-    used = d.used_rows(call.q_lens, request, num_nodes)
+    length = tl.load(call.of.lengths + request).to(tl.int32)
+    used = d.used_rows(call.of.q_lens, request, num_nodes)
     end = d.key_end(length, used, splits.num_slots, splits.max_length, STATIC.ALL_SLOTS)
     rows = item.tile * BLOCK_M + tl.arange(0, BLOCK_M)
     nodes = rows // GROUP
@@ -164,34 +163,34 @@ def _attend(call, item, IN_ORDER: tl.constexpr, SWAP_AB: tl.constexpr, STATIC: t
     last_node = (item.tile * BLOCK_M + BLOCK_M - 1) // GROUP
     stop, free_end = d.tile_key_range(length, used, end, first_node, last_node, STATIC.MODE, STATIC.BLOCK_N)
     # The view is made here: Triton 3.6 returns no structure from a function that holds None.
-    mask_row = call.mask
-    if call.mask is not None:
-        mask_row = call.mask + request * num_nodes * STATIC.WORDS
-    depths_row = call.depths
+    mask_row = call.of.mask
+    if call.of.mask is not None:
+        mask_row = call.of.mask + request * num_nodes * STATIC.WORDS
+    depths_row = call.of.depths
     row_position = nodes
     if splits.window is not None:
-        row_depths_row = call.row_depths
-        if call.depths is not None:
-            depths_row = call.depths + request * splits.num_slots
-        if call.row_depths is not None:
-            row_depths_row = call.row_depths + request * num_nodes
+        row_depths_row = call.of.row_depths
+        if call.of.depths is not None:
+            depths_row = call.of.depths + request * splits.num_slots
+        if call.of.row_depths is not None:
+            row_depths_row = call.of.row_depths + request * num_nodes
         row_position = d.row_positions(row_depths_row, length, nodes, used, STATIC.MODE)
     view = d.View(mask_row, depths_row, row_position, nodes, length, used, splits.window)
 
     dims = tl.arange(0, STATIC.BLOCK_D)
     out_rows = (request * num_nodes + nodes) * ROW_HEADS + item.kv_head * GROUP + rows % GROUP
     q_loaded = d.rows_and_dims(nodes < used, dims, D, STATIC.BLOCK_D)
-    q = tl.load(call.q + out_rows[:, None] * D + dims[None, :], mask=q_loaded, other=0.0)
-    if call.k_scale is not None:
-        score_scale *= tl.load(call.k_scale + item.kv_head)
-    if call.v_scale is not None:
-        value_scale *= tl.load(call.v_scale + item.kv_head)
+    q = tl.load(call.of.q + out_rows[:, None] * D + dims[None, :], mask=q_loaded, other=0.0)
+    if call.of.k_scale is not None:
+        score_scale *= tl.load(call.of.k_scale + item.kv_head)
+    if call.of.v_scale is not None:
+        value_scale *= tl.load(call.of.v_scale + item.kv_head)
     q, row_factor = d.half_queries(q, STATIC.FP8)
     score_scale = row_factor * score_scale
-    table_row = call.table + request * call.table_stride
+    table_row = call.of.table + request * call.table_stride
     pool = d.pool_of(call.kv, table_row, item.kv_head, call.num_pages, STATIC.PAGE, STATIC.H_KV, D)
     if IN_ORDER:
-        dtype: tl.constexpr = call.out.dtype.element_ty
+        dtype: tl.constexpr = call.of.out.dtype.element_ty
         out, top, total = _attend_in_order(
             q, pool, view, score_scale, value_scale, soft_cap, stop, free_end, splits, dtype, STATIC
         )
@@ -209,9 +208,9 @@ def _attend(call, item, IN_ORDER: tl.constexpr, SWAP_AB: tl.constexpr, STATIC: t
         if STATIC.MODE == d.PATHS:
             if (begin <= stop) & (item.end > stop):
                 # The prefix ends inside this split, which goes on with the path of each node, see `kernel_tree`.
-                tl.store(call.state + out_rows[:, None] * D + dims[None, :], acc, mask=q_loaded)
-                tl.store(call.sums + out_rows * 2, top, mask=nodes < used)
-                tl.store(call.sums + out_rows * 2 + 1, total, mask=nodes < used)
+                tl.store(call.of.state + out_rows[:, None] * D + dims[None, :], acc, mask=q_loaded)
+                tl.store(call.of.sums + out_rows * 2, top, mask=nodes < used)
+                tl.store(call.of.sums + out_rows * 2 + 1, total, mask=nodes < used)
         total = tl.where(nodes < used, total, 0.0)
         out = acc * (value_scale * d.inverse_or_zero(total))[:, None]
         # One part of the whole: what the merge has after it, to the bit.
@@ -220,27 +219,12 @@ def _attend(call, item, IN_ORDER: tl.constexpr, SWAP_AB: tl.constexpr, STATIC: t
     _write_rows(call, item, out, top, total, rows, out_rows, used, STATIC)
 
 
-# More than 16 run-time arguments: the launcher cannot pass tuples, which are specialised for every batch and length.
+# More than 16 run-time arguments: numbers in a record would be specialised for every batch and length.
 @triton.jit(do_not_specialize=d.RUN_TIME_SIZES)
 def _attention_kernel(
-    q_ptr,  # [B, N, H, D]
+    tensors,  # `device.Tensors`
     kv_ptr,  # [2, pages, PAGE, H_KV, D], bytes with FP8
-    table_ptr,  # [B, table_stride] int32
-    lengths_ptr,  # [B] int64
-    q_lens_ptr,  # [B] int32 or None
-    mask_ptr,  # [B, N, ceil(num_slots / 64)] int64 or None
-    depths_ptr,  # [B, num_slots] int32, tree with a window only
-    row_depths_ptr,  # [B, N] int32, tree with a window only
-    sinks_ptr,  # [H] float32 or None
-    k_scale_ptr,  # [H_KV] float32 or None
-    v_scale_ptr,  # [H_KV] float32 or None
-    items_ptr,  # [capacity, 3] int32 of a tile schedule or None
-    offsets_ptr,  # [B + 1] int32 of a tile schedule or None
     num_items_ptr,  # [1] int32 of a tile schedule or None
-    out_ptr,  # [B, N, H, D], with SPLIT [partial results, N, H, D]
-    lse_ptr,  # [B, N, H] float32 natural or None, with SPLIT [partial results, N, H] base 2
-    state_ptr,  # [B, N, H, D] float32 with PATHS
-    sums_ptr,  # [B, N, H, 2] float32 with PATHS
     num_nodes,
     num_pages,
     num_splits,
@@ -265,16 +249,13 @@ def _attention_kernel(
     launch_dependents(PDL)
     splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
     call = d.Call(
-        q_ptr, kv_ptr, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, depths_ptr, row_depths_ptr, sinks_ptr,
-        k_scale_ptr, v_scale_ptr, items_ptr, offsets_ptr, num_items_ptr, out_ptr, lse_ptr, state_ptr, sums_ptr, splits,
-        num_pages=num_pages, num_splits=num_splits, table_stride=table_stride, score_scale=score_scale,
-        value_scale=value_scale, soft_cap=soft_cap,
-    )  # fmt: skip
+        tensors, kv_ptr, num_items_ptr, splits, num_pages, num_splits, table_stride, score_scale, value_scale, soft_cap
+    )
     H_KV: tl.constexpr = STATIC.H_KV
-    if items_ptr is None:
+    if tensors.items is None:
         request, tile, split, part = d.item_of(tl.program_id(0), call, STATIC)
         begin, end, live = d.split_range(
-            lengths_ptr, q_lens_ptr, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
+            tensors.lengths, tensors.q_lens, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
         )
         if STATIC.SPLIT:
             # The merge reads only the splits that a request has.
@@ -286,7 +267,7 @@ def _attention_kernel(
         for work in tl.range(tl.program_id(0), tl.load(num_items_ptr) * H_KV, tl.num_programs(0)):
             request, tile, split, part = d.item_of(work, call, STATIC)
             begin, end, _ = d.split_range(
-                lengths_ptr, q_lens_ptr, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
+                tensors.lengths, tensors.q_lens, request, split, splits, STATIC.SPLIT, STATIC.ALL_SLOTS, STATIC.FIXED
             )
             _attend(call, Item(request, work % H_KV, tile, begin, end, part), IN_ORDER, SWAP_AB, STATIC)
 
@@ -303,8 +284,6 @@ def paged_attention_with_lse(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def _attention(call: AttentionCall, lse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Launch the kernel and, where keys are split, the merge; writes `lse` and `out` if they are given."""
     q, work = call.q, call.work
-    if q.dtype == torch.float64:
-        raise ValueError("q: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     out = torch.empty_like(q) if out is None else out
     split = work.num_splits > 1 or call.along_paths
     parts = (work.batch * work.num_splits, *q.shape[1:3])
@@ -319,7 +298,8 @@ def _attention(call: AttentionCall, lse: Tensor | None, out: Tensor | None = Non
     if state is not None:
         launch_tree(call, part, part_lse, state, out, lse)
     elif split:
-        merge(call, part, part_lse, out, lse)
+        offsets = None if call.tile_schedule is None else call.tile_schedule.offsets
+        merge_parts(call.metadata, work, part, part_lse, out, lse, offsets, call.scales.sinks)
     return out
 
 
@@ -340,26 +320,22 @@ def _is_warp_specialized(call: AttentionCall) -> bool:
 
 def _launch(call: AttentionCall, part: Tensor, part_lse: Tensor | None, state: TreeState | None) -> None:
     """Write `part` and `part_lse`, the partial results or, without splits, the results."""
-    q, kv, metadata, scales, work, config, tile_schedule = call
+    kv, work, config, schedule = call.kv, call.work, call.config, call.tile_schedule
     _, num_pages, _, kv_heads, _ = kv.shape
-    windowed = metadata.window is not None
+    tensors = tensors_of(call, part, part_lse, state)
+    if call.along_paths:
+        tensors = tensors._replace(mask=None, depths=None)
     launch(
         _attention_kernel,
-        (work.programs(kv_heads, tile_schedule is not None, config.resident_programs),),
-        *(q, pool_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens),
-        *((None, None) if call.along_paths else (metadata.mask, metadata.depths if windowed else None)),
-        metadata.row_depths if windowed else None,
-        *scales.of_heads,
-        *schedule_tensors(call),
-        *(part, part_lse, *(state or (None, None))),
-        *(work.num_nodes, num_pages, work.num_splits, *work.sizes, metadata.page_table.stride(0)),
+        (work.programs(kv_heads, schedule is not None, config.resident_programs),),
+        *(tensors, pool_argument(kv), None if schedule is None else schedule.num_items),
+        *(work.num_nodes, num_pages, work.num_splits, *work.sizes, call.metadata.page_table.stride(0)),
         *score_factors(call),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         IN_ORDER=work.in_order,
         # Products in another order would not have the bits of the nodes' own paths, see `kernel_tree`.
         SWAP_AB=config.swap_ab and config.fp8_code(kv.dtype) != 0 and not work.fixed_splits,
-        PDL=config.pdl,
         STATIC=static_of(call),
-        **pdl_options(config.pdl),
+        **pdl_options(current_chip(kv)),
     )

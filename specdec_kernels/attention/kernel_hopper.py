@@ -46,7 +46,7 @@ from specdec_kernels.attention.device_hopper import (
 )
 from specdec_kernels.attention.device_hopper_fp8 import attend_fp8, convert_tiles
 from specdec_kernels.attention.device_hopper_tma import clear_values, copy_tiles, pool_descriptor
-from specdec_kernels.attention.launch_arguments import schedule_tensors, score_factors, static_of
+from specdec_kernels.attention.launch_arguments import score_factors, static_of, tensors_of
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import launch, num_processors
 
@@ -87,11 +87,11 @@ def _attend_halves(group, call, ring, NUM_BUFFERS: gl.constexpr, STATIC: gl.cons
         if item.exists:
             rows = rows_of_group(group, item, call, STATIC)
             q = ring.queries.index(group)
-            store_operand(q, load_rows(call.q, rows, item.used, STATIC))
+            store_operand(q, load_rows(call.of.q, rows, item.used, STATIC))
             # Made here: Triton 3.6 returns no structure from a function that holds None.
-            mask_row = call.mask
-            if call.mask is not None:
-                mask_row = call.mask + item.request * call.splits.num_nodes * STATIC.WORDS
+            mask_row = call.of.mask
+            if call.of.mask is not None:
+                mask_row = call.of.mask + item.request * call.splits.num_nodes * STATIC.WORDS
             nodes = nodes_of_group(rows, LINES, STATIC)
             positions = d.row_positions(None, item.length, nodes, item.used, d.CHAIN)
             view = d.View(mask_row, None, positions, nodes, item.length, item.used, call.splits.window)
@@ -146,23 +146,11 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-# More than 16 run-time arguments: the same as `_attention_kernel` has.
 @gluon.jit(do_not_specialize=[*d.RUN_TIME_SIZES, "num_items"])
 def _hopper_kernel(
-    q_ptr,  # [B, N, H, D]
+    tensors,  # `device.Tensors`; scales of heads with FP8 alone
     kv,  # [2, pages, PAGE, H_KV, D]: with FP8 a pointer to four codes a number, else a descriptor of `pool_descriptor`
-    table_ptr,  # [B, table_stride] int32
-    lengths_ptr,  # [B] int64
-    q_lens_ptr,  # [B] int32 or None
-    mask_ptr,  # [B, N, ceil(num_slots / 64)] int64 or None
-    sinks_ptr,  # [H] float32 or None
-    k_scale_ptr,  # [H_KV] float32 or None, with FP8
-    v_scale_ptr,  # [H_KV] float32 or None, with FP8
-    items_ptr,  # [capacity, 3] int32 of a tile schedule or None
-    offsets_ptr,  # [B + 1] int32 of a tile schedule or None
     num_items,  # [1] int32 of a tile schedule, else the number of work items, each KV head's counted
-    out_ptr,  # [B, N, H, D], with SPLIT [partial results, N, H, D]
-    lse_ptr,  # [B, N, H] float32 natural or None, with SPLIT [partial results, N, H] base 2
     num_nodes,
     num_pages,
     num_splits,
@@ -187,7 +175,7 @@ def _hopper_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     D: gl.constexpr = STATIC.D
     GROUPS: gl.constexpr = STATIC.BLOCK_M // GROUP_ROWS
-    dtype: gl.constexpr = gl.float16 if STATIC.FP8 else q_ptr.dtype.element_ty
+    dtype: gl.constexpr = gl.float16 if STATIC.FP8 else tensors.q.dtype.element_ty
     k_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
     v_tiles = gl.allocate_shared_memory(dtype, [NUM_BUFFERS, STATIC.BLOCK_N, D], SHARED)
     BARRIERS: gl.constexpr = NUM_BUFFERS if STATIC.FP8 else 2 * NUM_BUFFERS
@@ -199,11 +187,8 @@ def _hopper_kernel(
         ring = Ring(k_tiles, v_tiles, None, full, empty)
     splits = d.Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
     call = d.Call(
-        q_ptr, kv, table_ptr, lengths_ptr, q_lens_ptr, mask_ptr, None, None, sinks_ptr, k_scale_ptr, v_scale_ptr,
-        items_ptr, offsets_ptr, num_items, out_ptr, lse_ptr, None, None, splits, num_pages=num_pages,
-        num_splits=num_splits, table_stride=table_stride, score_scale=score_scale, value_scale=value_scale,
-        soft_cap=None,
-    )  # fmt: skip
+        tensors, kv, num_items, splits, num_pages, num_splits, table_stride, score_scale, value_scale, soft_cap=None
+    )
     if not STATIC.FP8:
         gl.warp_specialize(
             [
@@ -234,21 +219,19 @@ def _hopper_kernel(
 
 def launch_warp_specialized(call: AttentionCall, out: Tensor, lse: Tensor | None) -> None:
     """Write `out` and `lse`: the partial results or, without splits, the results."""
-    q, kv, metadata, scales, work, config, tile_schedule = call
+    q, kv, work = call.q, call.kv, call.work
     _, num_pages, _, kv_heads, _ = kv.shape
     fp8 = kv.dtype == torch.float8_e4m3fn
     settings = dict(_SETTINGS[kv.dtype.itemsize, work.block_m, q.shape[3]])
     keys = settings.pop("keys")
-    items, offsets, num_items = schedule_tensors(call)
     count = work.programs(kv_heads, False, 0)
-    resident = min(config.resident_programs, _AT_ONCE[work.block_m] * num_processors(q))
+    resident = min(call.config.resident_programs, _AT_ONCE[work.block_m] * num_processors(q))
     launch(
         _hopper_kernel,
         (min(count, resident),),
-        *(q, kv.view(torch.int32) if fp8 else pool_descriptor(kv), metadata.page_table),
-        *(metadata.lengths, metadata.q_lens, metadata.mask, *scales.of_heads),
-        *(items, offsets, count if num_items is None else num_items),
-        *(out, lse, work.num_nodes, num_pages, work.num_splits, *work.sizes, metadata.page_table.stride(0)),
+        *(tensors_of(call, out, lse), kv.view(torch.int32) if fp8 else pool_descriptor(kv)),
+        count if call.tile_schedule is None else call.tile_schedule.num_items,
+        *(work.num_nodes, num_pages, work.num_splits, *work.sizes, call.metadata.page_table.stride(0)),
         *score_factors(call)[:2],
         num_warps=WARPS.value,
         STATIC=static_of(call)._replace(FP8=fp8, BLOCK_N=keys),

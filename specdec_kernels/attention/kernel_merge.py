@@ -26,10 +26,9 @@ from specdec_kernels.attention.device import (
     split_layout,
     used_rows,
 )
-from specdec_kernels.attention.launch_arguments import pdl_options
-from specdec_kernels.attention.types import AttentionCall, AttentionMetadata, WorkShape
+from specdec_kernels.attention.types import AttentionMetadata, WorkShape
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -112,12 +111,6 @@ def _merge_kernel(
         tl.store(lse_ptr + out_rows, log2_sum(top, total) * LN_2, mask=valid)
 
 
-def merge(call: AttentionCall, part: Tensor, part_lse: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
-    """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results of `call.work.num_splits` splits."""
-    offsets = None if call.tile_schedule is None else call.tile_schedule.offsets
-    merge_parts(call.metadata, call.work, part, part_lse, out, lse, offsets, call.scales.sinks)
-
-
 def merge_parts(
     metadata: AttentionMetadata,
     work: WorkShape,
@@ -128,7 +121,8 @@ def merge_parts(
     offsets: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """`merge` of a call of any family; a part's place is by request and split where no `offsets` say it."""
+    """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results of `work.num_splits` splits; a part's place
+    is by request and split where no `offsets` of a tile schedule say it."""
     batch, num_nodes, heads, head_dim = out.shape
     config = merge_config(current_chip(out), num_nodes * heads, work.num_splits, head_dim)
     launch(
@@ -145,6 +139,5 @@ def merge_parts(
         FIXED=work.fixed_splits,
         ROWS=config.rows,
         UNROLL=config.unroll,
-        PDL=config.pdl,
-        **pdl_options(config.pdl),
+        **pdl_options(current_chip(out)),
     )

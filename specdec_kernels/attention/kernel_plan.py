@@ -100,10 +100,6 @@ def _plan_kernel(
             tl.store(entry + field, lanes * 0, mask=first + lanes < capacity)
 
 
-def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> TileSchedule:
-    return plan_levels(metadata, (work,), 0, 0)[0]
-
-
 def plan_levels(
     metadata: AttentionMetadata, works: Sequence[WorkShape], length_step: int, width_step: int
 ) -> tuple[TileSchedule, ...]:

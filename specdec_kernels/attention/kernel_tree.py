@@ -19,15 +19,14 @@ from torch import Tensor
 from specdec_kernels.attention import device as d
 from specdec_kernels.attention.configs import node_config
 from specdec_kernels.attention.launch_arguments import (
-    pdl_options,
     pool_argument,
-    schedule_tensors,
     score_factors,
     static_of,
+    tensors_of,
 )
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 
 _LOG2_E = tl.constexpr(d.LOG2_E)
 
@@ -172,23 +171,11 @@ def _write_rows_of_node(
 # More than 16 run-time arguments: it continues the attention kernel and does the merge.
 @triton.jit(do_not_specialize=d.RUN_TIME_SIZES)
 def _tree_attention_kernel(
-    q_ptr,  # [B, N, H, D]
+    tensors,  # `device.Tensors`, the results not split
     kv_ptr,  # [2, pages, PAGE, H_KV, D], bytes with FP8
-    table_ptr,  # [B, table_stride] int32
-    lengths_ptr,  # [B] int64
-    q_lens_ptr,  # [B] int32 or None
     paths_ptr,  # [B, N, num_slots] int32
-    row_depths_ptr,  # [B, N] int32 with a window, or None
-    sinks_ptr,  # [H] float32 or None
-    k_scale_ptr,  # [H_KV] float32 or None
-    v_scale_ptr,  # [H_KV] float32 or None
-    offsets_ptr,  # [B + 1] int32 of a tile schedule, or None: `num_splits` per request
     part_ptr,  # [partial results, N, H, D]
     part_lse_ptr,  # [partial results, N, H] float32, base 2
-    state_ptr,  # [B, N, H, D] float32
-    sums_ptr,  # [B, N, H, 2] float32
-    out_ptr,  # [B, N, H, D]
-    lse_ptr,  # [B, N, H] float32 natural or None
     num_nodes,
     num_pages,
     num_splits,
@@ -215,8 +202,8 @@ def _tree_attention_kernel(
     request = (index // num_nodes).to(tl.int64)
     # Loaded before the wait: lengths, queries, paths, depths and scales. The predecessor is the attention kernel, which
     # writes none of them and waits before it lets this kernel start, so their producers have ended.
-    length = tl.load(lengths_ptr + request).to(tl.int32)
-    in_use = node < d.used_rows(q_lens_ptr, request, num_nodes)
+    length = tl.load(tensors.lengths + request).to(tl.int32)
+    in_use = node < d.used_rows(tensors.q_lens, request, num_nodes)
     end = tl.where(in_use, tl.minimum(length + num_slots, max_length), 0)
     border = tl.minimum(length // BLOCK_N * BLOCK_N, end)
     head = tl.arange(0, BLOCK_M)
@@ -225,33 +212,33 @@ def _tree_attention_kernel(
     rows = (request * num_nodes + node) * (H_KV * GROUP) + kv_head * GROUP + head
     HALF: tl.constexpr = max(STATIC.BLOCK_D // 2, 16)  # a matrix product takes 16 at least
     dims = tl.arange(0, HALF)
-    q_first = _load_half(q_ptr, rows, row_used, dims, D)
-    q_last = _load_half(q_ptr, rows, row_used, HALF + dims, D)
-    if k_scale_ptr is not None:
-        score_scale *= tl.load(k_scale_ptr + kv_head)
-    if v_scale_ptr is not None:
-        value_scale *= tl.load(v_scale_ptr + kv_head)
+    q_first = _load_half(tensors.q, rows, row_used, dims, D)
+    q_last = _load_half(tensors.q, rows, row_used, HALF + dims, D)
+    if tensors.k_scale is not None:
+        score_scale *= tl.load(tensors.k_scale + kv_head)
+    if tensors.v_scale is not None:
+        value_scale *= tl.load(tensors.v_scale + kv_head)
     paths = paths_ptr + (request * num_nodes + node) * num_slots
     q_first, q_last, row_factor = d.half_queries_in_halves(q_first, q_last, STATIC.FP8)
     score_scale = row_factor * score_scale
-    pool = d.pool_of(kv_ptr, table_ptr + request * table_stride, kv_head, num_pages, STATIC.PAGE, H_KV, D)
+    pool = d.pool_of(kv_ptr, tensors.table + request * table_stride, kv_head, num_pages, STATIC.PAGE, H_KV, D)
     begin = 0
     lowest = 0
     if window is not None:
         begin = d.fixed_split_of(tl.maximum(length - window + 1, 0), split_tokens, first_splits)
-        lowest = length + tl.load(row_depths_ptr + request * num_nodes + node) - window + 1
+        lowest = length + tl.load(tensors.row_depths + request * num_nodes + node) - window + 1
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
 
-    if offsets_ptr is None:
+    if tensors.offsets is None:
         first_part = request * num_splits
     else:
-        first_part = tl.load(offsets_ptr + request).to(tl.int64)
+        first_part = tl.load(tensors.offsets + request).to(tl.int64)
     row_step = num_nodes * (H_KV * GROUP)
     part_rows = (first_part - request) * num_nodes * (H_KV * GROUP) + rows
     split = tl.maximum(d.fixed_split_of(border, split_tokens, first_splits), begin)
     out = _fold_splits(part_ptr, part_lse_ptr, part_rows, row_step, begin, split, row_used, dims, BLOCK_M, HALF, D)
-    sums = _load_state(state_ptr, sums_ptr, rows, row_used, dims, HALF, D)
+    sums = _load_state(tensors.state, tensors.sums, rows, row_used, dims, HALF, D)
     split_end = d.fixed_split_begin(split + 1, split_tokens, first_splits)
     for start in tl.range(border, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
@@ -259,30 +246,27 @@ def _tree_attention_kernel(
         seen = (places >= 0) & (positions >= lowest)
         sums = _fold_tile(sums, q_first, q_last, pool, places, seen, score_scale, soft_cap, dims, STATIC)
         if (start + BLOCK_N == split_end) | (start + BLOCK_N >= end):
-            out = _fold_closed(out, sums, value_scale, out_ptr.dtype.element_ty)
+            out = _fold_closed(out, sums, value_scale, tensors.out.dtype.element_ty)
             sums = _no_sums(BLOCK_M, HALF)
     heads = kv_head * GROUP + head
-    _write_rows_of_node(out_ptr, lse_ptr, sinks_ptr, out, rows, heads, valid, row_used, dims, HALF, D)
+    _write_rows_of_node(tensors.out, tensors.lse, tensors.sinks, out, rows, heads, valid, row_used, dims, HALF, D)
 
 
 def launch_tree(
     call: AttentionCall, part: Tensor, part_lse: Tensor | None, state: TreeState, out: Tensor, lse: Tensor | None
 ) -> None:
     """Write `out` [B, N, H, D] and `lse` [B, N, H] from the partial results and the sums of the prefix's last split."""
-    q, kv, metadata, scales, work, _, _ = call
+    q, kv, work = call.q, call.kv, call.work
     kv_heads = kv.shape[3]
     config = node_config(current_chip(q), call.config, work.group, q.dtype.itemsize)
     launch(
         _tree_attention_kernel,
         (work.batch * work.num_nodes * kv_heads,),
-        *(q, pool_argument(kv), metadata.page_table, metadata.lengths, metadata.q_lens, metadata.paths),
-        None if metadata.window is None else metadata.row_depths,
-        *(*scales.of_heads, schedule_tensors(call)[1], part, part_lse, *state, out, lse),
+        *(tensors_of(call, out, lse, state), pool_argument(kv), call.metadata.paths, part, part_lse),
         *(work.num_nodes, kv.shape[1], work.num_splits, work.num_slots, work.split_tokens, work.first_splits),
-        *(work.max_length, work.window, metadata.page_table.stride(0), *score_factors(call)),
+        *(work.max_length, work.window, call.metadata.page_table.stride(0), *score_factors(call)),
         num_warps=config.num_warps,
         num_stages=1,
-        PDL=config.pdl,
         STATIC=static_of(call)._replace(BLOCK_M=config.block_m),
-        **pdl_options(config.pdl),
+        **pdl_options(current_chip(q)),
     )

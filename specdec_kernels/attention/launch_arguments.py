@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specdec_kernels.attention.device import FP8_BITS_SCALE, LOG2_E, MODE_CODES, Static
+from specdec_kernels.attention.device import FP8_BITS_SCALE, LOG2_E, MODE_CODES, Static, Tensors
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip
 
@@ -35,9 +35,17 @@ def static_of(call: AttentionCall) -> Static:
     )
 
 
-def schedule_tensors(call: AttentionCall) -> tuple[Tensor | None, ...]:
-    """Items, offsets and number of items of the tile schedule, if there is one."""
-    return (None, None, None) if call.tile_schedule is None else call.tile_schedule[:3]
+def tensors_of(
+    call: AttentionCall, out: Tensor, lse: Tensor | None, state: tuple[Tensor | None, ...] | None = None
+) -> Tensors:
+    """The tensors of a kernel that writes `out`, `lse` and `state`, the fields of a `kernel_tree.TreeState`."""
+    metadata = call.metadata
+    depths = (None, None) if metadata.window is None else (metadata.depths, metadata.row_depths)
+    items, offsets = (None, None) if call.tile_schedule is None else call.tile_schedule[:2]
+    return Tensors(
+        *(call.q, metadata.page_table, metadata.lengths, metadata.q_lens, metadata.mask, *depths),
+        *(*call.scales.of_heads, items, offsets, out, lse, *(state or (None, None))),
+    )
 
 
 def score_factors(call: AttentionCall) -> tuple[float, float, float | None]:

@@ -115,7 +115,7 @@ def _distance(metadata: AttentionMetadata, row: Tensor, slot: Tensor) -> Tensor:
     return row_place - key_place
 
 
-def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> TileSchedule:
+def _plan(metadata: AttentionMetadata, work: WorkShape) -> TileSchedule:
     lengths, used = metadata.lengths, metadata.used_rows(work.num_nodes)
     if work.num_splits > 1:
         splits = _num_splits(lengths, used, work)
@@ -134,19 +134,14 @@ def plan_attention(metadata: AttentionMetadata, work: WorkShape) -> TileSchedule
         width = tiles[request].clamp(min=1)
         rows = torch.stack([request, width - 1 - within % width, within // width], dim=1)
     offsets = torch.nn.functional.pad(splits.cumsum(0), (1, 0))
-    return TileSchedule(
-        torch.where(live[:, None], rows, 0).to(torch.int32),
-        offsets.to(torch.int32),
-        items.sum()[None].to(torch.int32),
-        work,
-    )
+    return TileSchedule(torch.where(live[:, None], rows, 0).int(), offsets.int(), items.sum()[None].int(), work)
 
 
 def plan_levels(
     metadata: AttentionMetadata, works: Sequence[WorkShape], length_step: int, width_step: int
 ) -> tuple[TileSchedule, ...]:
     return tuple(
-        plan_attention(metadata._replace(lengths=metadata.lengths + level * length_step), work)
+        _plan(metadata._replace(lengths=metadata.lengths + level * length_step), work)
         for level, work in enumerate(works)
     )
 

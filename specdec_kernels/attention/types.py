@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +20,16 @@ class AttentionMetadata(NamedTuple):
     the prefix [0, L) and, of the draft, slot L + j when `mode="chain"`: j <= i; `mode="block"`: j < q_lens;
     `mode="tree"`: bit j of the row's mask words is set."""
 
-    page_table: Tensor
-    """[B, P] int32; entries past the last used page are never read as page numbers."""
-    lengths: Tensor
-    """[B] int64 committed lengths L, without the draft."""
+    page_table: Annotated[Tensor, "B * int32"]
+    """Rows may be strided; entries past the last used page are never read as page numbers."""
+    lengths: Annotated[Tensor, "B int64"]
+    """Committed lengths L, without the draft."""
     mode: str
     """One of `MODES`."""
-    mask: Tensor | None = None
-    """[B, N, ceil(M / 64)] int64 words, only with `mode="tree"`; bit j of row i: the row sees slot j."""
-    q_lens: Tensor | None = None
-    """[B] int32 rows in use, default N for all. Rows past it are zeros with lse -inf."""
+    mask: Annotated[Tensor | None, "B N M/64 int64"] = None
+    """Words, only with `mode="tree"`; bit j of row i: the row sees slot j."""
+    q_lens: Annotated[Tensor | None, "B int32"] = None
+    """Rows in use, default N for all. Rows past it are zeros with lse -inf."""
     tree_width: int | None = None
     """M draft slots after L that the mask describes. The rows may then be any nodes of the draft, fewer or in
     another order than the slots. Default: row i is slot i, and M = N."""
@@ -39,12 +39,12 @@ class AttentionMetadata(NamedTuple):
     window: int | None = None
     """A key is seen only if position of the row - position of the key < window. Slot j is at position L + j, in a
     tree at L + depth."""
-    depths: Tensor | None = None
-    """[B, M] int32 depth of each draft slot, only with `mode="tree"` and a window."""
-    row_depths: Tensor | None = None
-    """[B, N] int32 depth of each query row, default `depths`; needed where M is not N."""
-    paths: Tensor | None = None
-    """[B, N, P] int32, only with `mode="tree"`: the slots that each row sees in the order of the text, -1 after the
+    depths: Annotated[Tensor | None, "B M int32"] = None
+    """Depth of each draft slot, only with `mode="tree"` and a window."""
+    row_depths: Annotated[Tensor | None, "B N int32"] = None
+    """Depth of each query row, default `depths`; needed where M is not N."""
+    paths: Annotated[Tensor | None, "B N * int32"] = None
+    """Only with `mode="tree"`: the slots that each row sees in the order of the text, -1 after the
     last; what `mask_paths` makes of the mask. A batch-invariant call of a tree needs it."""
     soft_cap: float | None = None
     """Scores s become soft_cap * tanh(s / soft_cap)."""

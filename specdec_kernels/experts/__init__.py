@@ -20,18 +20,6 @@ from specdec_kernels.experts.types import (
 )
 
 __all__ = [
-    "GROUP_SCORES",
-    "SCORINGS",
-    "Activation",
-    "ExpertSchedule",
-    "ExpertWeights",
-    "Mxfp4",
-    "Routed",
-    "Routing",
-    "expert_mlp",
-    "expert_mlp_add_rms_norm",
-    "route_and_schedule",
-    "route_experts",
-    "row_tile_of",
-    "schedule_experts",
-]
+    "GROUP_SCORES", "SCORINGS", "Activation", "ExpertSchedule", "ExpertWeights", "Mxfp4", "Routed", "Routing",
+    "expert_mlp", "expert_mlp_add_rms_norm", "route_and_schedule", "route_experts", "row_tile_of", "schedule_experts",
+]  # fmt: skip

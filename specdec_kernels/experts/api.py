@@ -18,13 +18,13 @@ from specdec_kernels.checks import (
     expect_at_least_one,
     expect_between,
     expect_choice,
-    expect_shape,
     expect_tensors,
 )
 from specdec_kernels.experts.types import (
     GROUP_SCORES,
     SCORINGS,
     Activation,
+    ExpertCall,
     ExpertSchedule,
     ExpertWeights,
     Matrices,
@@ -57,7 +57,7 @@ def route_experts(
     expert wins. NaN counts as -inf, and +inf as the largest float32.
 
     Args:
-        logits: [T, E] float32, float16 or bfloat16; float64 is always computed by torch.
+        logits: [T, E] float32, float16 or bfloat16, or float64 by torch alone.
         correction_bias: [E] float32, or float64 with float64 logits: added to the scores for the choice, not for the
             weights.
         is_real: [T] bool; rows where it is false have no expert.
@@ -117,13 +117,13 @@ def expert_mlp(
     are added in float32 in the order of `routed.experts`, then `shared`, and the sum is rounded once.
 
     Args:
-        x: [T, H] float32, float16 or bfloat16; float64 is always computed by torch.
+        x: [T, H] float32, float16 or bfloat16, or float64 by torch alone.
         schedule: `schedule_experts` of `routed.experts`.
         weights: of the dtype of x. Matrices may be MXFP4: the result is that of the same numbers in the dtype of x,
             which all but float16 hold exactly. Or they are float8 codes, whose product is that of `linear`.
     """
-    _check_mlp(x, routed, schedule, weights, shared)
-    return dispatch("expert_mlp", __package__, impl, x)(x, routed, schedule, weights, activation, shared)
+    call = _checked(ExpertCall(x, routed, schedule, weights, activation, shared))
+    return dispatch("expert_mlp", __package__, impl, x)(call)
 
 
 def expert_mlp_add_rms_norm(
@@ -140,24 +140,25 @@ def expert_mlp_add_rms_norm(
     impl: str = "auto",
 ) -> Normed:
     """`add_rms_norm` of `expert_mlp`, with the same roundings: the sum with `residual` [T, H], and its norm."""
-    _check_mlp(x, routed, schedule, weights, shared)
-    hidden, end = x.shape[1], NormInputs(residual, norm_weight, eps)
+    call, hidden = _checked(ExpertCall(x, routed, schedule, weights, activation, shared)), x.shape[1]
     expect_between("the width of a row", hidden, 1, MAX_WIDTH)
     expect_tensors(
         {"x": x},
         residual=(residual, x.shape, x.dtype),
         norm_weight=(norm_weight, (hidden,), weight_dtype(x, norm_weight)),
     )
-    function = dispatch("expert_mlp_add_rms_norm", __package__, impl, x)
-    return function(x, routed, schedule, weights, end, activation, shared)
+    end = NormInputs(residual, norm_weight, eps)
+    return dispatch("expert_mlp_add_rms_norm", __package__, impl, x)(call, end)
 
 
-def _check_mlp(
-    x: Tensor, routed: Routed, schedule: ExpertSchedule, weights: ExpertWeights, shared: Tensor | None
-) -> None:
+def _checked(call: ExpertCall) -> ExpertCall:
+    x, routed, schedule, weights, _, shared = call
     expect_tensors(x=(x, (None, None), _DTYPES))
     rows, hidden = x.shape
-    experts, outer = _checked_weights(weights, hidden)
+    shape = tuple(weights.gate_up.shape)
+    if len(shape) != 3 or 0 in shape or shape[1] % 2:
+        raise ValueError(f"gate_up: expected [E, 2 F, {hidden}] of at least one expert, got {list(shape)}")
+    experts, outer, _ = shape
     if schedule.num_experts != experts:
         raise ValueError(f"schedule: expected {experts} experts as the weights have, got {schedule.num_experts}")
     topk, width = routed.experts.shape[-1], outer // 2
@@ -175,6 +176,7 @@ def _check_mlp(
         down_bias=(weights.down_bias, (experts, hidden), x.dtype),
         shared=(shared, (rows, hidden), x.dtype),
     )
+    return call
 
 
 def _check_logits(logits: Tensor, routing: Routing, correction_bias: Tensor | None, is_real: Tensor | None) -> None:
@@ -225,18 +227,3 @@ def _expected(name: str, weight: Matrices, shape: tuple[int, int, int], dtype: t
         f"{name}.codes": (weight.codes, (*shape[:2], shape[2] // 2), torch.uint8),
         f"{name}.scales": (weight.scales, (*shape[:2], stride), torch.uint8),
     }
-
-
-def _checked_weights(weights: ExpertWeights, hidden: int) -> tuple[int, int]:
-    """E and 2 F of gate and up [E, 2 F, H]."""
-    gate_up = weights.gate_up
-    if isinstance(gate_up, Mxfp4):
-        expect_shape("gate_up.codes", gate_up.codes, (None, None, hidden // 2))
-    elif isinstance(gate_up, ScaledWeight):
-        expect_shape("gate_up.codes", gate_up.codes, (None, None, hidden))
-    else:
-        expect_shape("gate_up", gate_up, (None, None, hidden))
-    experts, outer, _ = gate_up.shape
-    if experts == 0 or outer == 0 or outer % 2 or hidden == 0:
-        raise ValueError(f"gate_up: expected at least one expert and an even number of rows, got {list(gate_up.shape)}")
-    return experts, outer

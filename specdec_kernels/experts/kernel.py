@@ -18,21 +18,20 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.activation.kernel import gated
-from specdec_kernels.experts import configs, reference
-from specdec_kernels.experts.configs import ROUTE, RingConfig, product_config, scaled_product_config
+from specdec_kernels.experts import configs
+from specdec_kernels.experts.configs import ROUTE, product_config, scaled_product_config
 from specdec_kernels.experts.kernel_hopper import launch_ring, takes
 from specdec_kernels.experts.kernel_mxfp4 import mxfp4_partial_sum
-from specdec_kernels.experts.types import Activation, ExpertSchedule, ExpertWeights, Matrices, Mxfp4, Routed
+from specdec_kernels.experts.types import Activation, ExpertCall, ExpertSchedule, Matrices, Mxfp4
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.norm.configs import num_warps
 from specdec_kernels.norm.kernel import normed_row
 from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
-from specdec_kernels.projection.kernel import Operands, Tile, partial_sum, weight_rows, with_later_splits
-from specdec_kernels.projection.kernel_scaled import Scaling, numbers_of, scaled_sum, scales_of, scaling_options
+from specdec_kernels.projection.kernel import Operands, Tile, partial_sum, weight_rows
+from specdec_kernels.projection.kernel_scaled import numbers_of, scaled_sum, scales_of, scaling_of
 from specdec_kernels.projection.types import ScaledWeight
 
-_SCALING = ("GROUP_ROWS", "BY_ROW", "HALVES", "NVIDIA", "FLOAT8_X", "CODES")  # zeros for weights that are not scaled
 _NO_ROW = tl.constexpr(1 << 30)  # rows from here on count as zeros
 
 
@@ -63,6 +62,20 @@ def _store_hidden(
     tl.store(at, out, mask=(column < WIDTH)[:, None] & here[None, :])
 
 
+@triton.jit
+def _sum(of, own, weight_stride, scale_stride, tile, OUTER, k_first, k_end, TILE: tl.constexpr, SCALING: tl.constexpr,
+         GATED: tl.constexpr):  # fmt: skip
+    """The sum over k_first to k_end; `own` are the scales of the expert, if there are any."""
+    if SCALING is not None:
+        scales = scales_of(own, own, of.weight_row, tile, OUTER, scale_stride, SCALING, TILE.COLUMNS, GATED)
+        acc = scaled_sum(of, scales, k_first, k_end, TILE, SCALING)
+    elif own is not None:
+        acc = mxfp4_partial_sum(of, own, weight_stride, scale_stride, k_first, k_end, TILE)
+    else:
+        acc = partial_sum(of, k_first, k_end, TILE)
+    return acc
+
+
 @triton.jit(do_not_specialize=["topk", "limit", "alpha"])
 def _product_kernel(
     x_ptr,  # [T, K] if GATED, else [T * topk, K] in the order of the schedule
@@ -70,9 +83,7 @@ def _product_kernel(
     scale_ptr,  # [E, OUTER, scale_stride] uint8 of MXFP4; [E, ceil(OUTER / GROUP_ROWS), scale_stride] float32; or None
     bias_ptr,  # [E, OUTER], or None
     out_ptr,  # [T * topk, OUTER / 2] in the order of the schedule if GATED, else [T * topk, OUTER] float32
-    order_ptr,  # [T * topk] int32
-    items_ptr,  # [capacity, 3] int32
-    num_items_ptr,  # [1] int32
+    schedule,  # ExpertSchedule without its row tile
     topk,
     OUTER,
     K,
@@ -81,58 +92,41 @@ def _product_kernel(
     split_length,
     limit,
     alpha,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    TILE: tl.constexpr,  # Tile
+    SCALING: tl.constexpr,  # Scaling, or None
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     IN_ORDER: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    HALVES: tl.constexpr,
-    NVIDIA: tl.constexpr,
-    FLOAT8_X: tl.constexpr,
-    CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     item, tile = tl.program_id(0), tl.program_id(1)
+    COLUMNS: tl.constexpr = TILE.COLUMNS
     weight_row = weight_rows(tile, OUTER, COLUMNS, GATED)
-    TILE: tl.constexpr = Tile(ROWS, COLUMNS, BLOCK_K, EVEN_K)
     wait_for_predecessor(PDL)
-    if item < tl.load(num_items_ptr):
-        expert = tl.load(items_ptr + item * 3).to(tl.int64)
-        place = tl.load(items_ptr + item * 3 + 1) + tl.arange(0, ROWS)
-        end = tl.load(items_ptr + item * 3 + 2)
-        here = place < end
-        assignment = tl.load(order_ptr + place, mask=here, other=0)
+    if item < tl.load(schedule.num_items):
+        entry = schedule.items + item * 3
+        expert = tl.load(entry).to(tl.int64)
+        place = tl.load(entry + 1) + tl.arange(0, TILE.ROWS)
+        here = place < tl.load(entry + 2)
+        assignment = tl.load(schedule.order + place, mask=here, other=0)
         row = tl.where(here, assignment // topk if GATED else place, _NO_ROW)
         of = Operands(x_ptr, weight_ptr + expert * OUTER * weight_stride, weight_row, row, _NO_ROW, K)
-        first_end = tl.minimum(K, split_length)
-        if GROUP_ROWS > 0:
-            SCALING: tl.constexpr = Scaling(BY_ROW, HALVES, NVIDIA, FLOAT8_X, False, CODES)
-            own = scale_ptr + expert * tl.cdiv(OUTER, GROUP_ROWS) * scale_stride
-            scales = scales_of(own, own, weight_row, tile, OUTER, scale_stride, GROUP_ROWS, COLUMNS, GATED)
-            acc = scaled_sum(of, scales, 0, first_end, TILE, SCALING)
-            if IN_ORDER:
-                for k_first in tl.range(split_length, K, split_length):
-                    acc += scaled_sum(of, scales, k_first, tl.minimum(K, k_first + split_length), TILE, SCALING)
+        own = scale_ptr
+        if SCALING is not None:
+            own += expert * tl.cdiv(OUTER, SCALING.GROUP_ROWS) * scale_stride
         elif scale_ptr is not None:
-            scales = scale_ptr + expert * OUTER * scale_stride
-            acc = mxfp4_partial_sum(of, scales, weight_stride, scale_stride, 0, first_end, TILE)
-            if IN_ORDER:
-                for k_first in tl.range(split_length, K, split_length):
-                    k_end = tl.minimum(K, k_first + split_length)
-                    acc += mxfp4_partial_sum(of, scales, weight_stride, scale_stride, k_first, k_end, TILE)
-        else:
-            acc = partial_sum(of, 0, first_end, TILE)
-            if IN_ORDER:
-                acc = with_later_splits(acc, of, tl.cdiv(K, split_length), split_length, TILE)
+            own += expert * OUTER * scale_stride
+        k_end = tl.minimum(K, split_length)
+        acc = _sum(of, own, weight_stride, scale_stride, tile, OUTER, 0, k_end, TILE, SCALING, GATED)
+        if IN_ORDER:
+            for k_first in tl.range(split_length, K, split_length):
+                k_end = tl.minimum(K, k_first + split_length)
+                acc += _sum(of, own, weight_stride, scale_stride, tile, OUTER, k_first, k_end, TILE, SCALING, GATED)
         launch_dependents(PDL)
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + expert * OUTER + weight_row).to(tl.float32)[:, None]
         if GATED:
-            _store_hidden(out_ptr, acc, place, here, tile, limit, alpha, OUTER // 2, COLUMNS // 2, ROWS, CLAMPED)
+            _store_hidden(out_ptr, acc, place, here, tile, limit, alpha, OUTER // 2, COLUMNS // 2, TILE.ROWS, CLAMPED)
         else:
             column = tile * COLUMNS + tl.arange(0, COLUMNS)
             at = out_ptr + assignment.to(tl.int64)[None, :] * OUTER + column[:, None]
@@ -187,78 +181,38 @@ def _combine_kernel(
     tl.store(out_ptr + row * H + column, out, mask=inside)
 
 
-def expert_mlp(
-    x: Tensor,
-    routed: Routed,
-    schedule: ExpertSchedule,
-    weights: ExpertWeights,
-    activation: Activation,
-    shared: Tensor | None = None,
-) -> Tensor:
-    if x.dtype == torch.float64:
-        return reference.expert_mlp(x, routed, schedule, weights, activation, shared)
-    out, chip, hidden = torch.empty_like(x), current_chip(x), x.shape[1]
-    parts = _parts(x, routed, schedule, weights, activation)
-    block = lanes(hidden, ROUTE[chip].columns)
-    launch(
-        _combine_kernel,
-        (x.shape[0], triton.cdiv(hidden, block)),
-        *(parts, *routed, shared, out, None, None, None, 0.0),
-        H=hidden,
-        EXPERTS=schedule.num_experts,
-        TOPK=routed.experts.shape[1],
-        BLOCK=block,
-        **pdl_options(chip),
-    )
+def expert_mlp(call: ExpertCall) -> Tensor:
+    out, columns = torch.empty_like(call.x), ROUTE[current_chip(call.x)].columns
+    _launch(call, lanes(call.x.shape[1], columns), 4, out, None, None, None, 0.0)
     return out
 
 
-def expert_mlp_add_rms_norm(
-    x: Tensor,
-    routed: Routed,
-    schedule: ExpertSchedule,
-    weights: ExpertWeights,
-    end: NormInputs,
-    activation: Activation,
-    shared: Tensor | None = None,
-) -> Normed:
-    if x.dtype == torch.float64:
-        return reference.expert_mlp_add_rms_norm(x, routed, schedule, weights, end, activation, shared)
-    out, chip, hidden = Normed(torch.empty_like(x), torch.empty_like(x)), current_chip(x), x.shape[1]
-    parts = _parts(x, routed, schedule, weights, activation)
-    block = lanes(hidden)
-    launch(
-        _combine_kernel,
-        (x.shape[0], 1),
-        *(parts, *routed, shared, out.normed, end.residual, end.weight, out.residual, float(end.eps)),
-        num_warps=num_warps(chip, block),
-        H=hidden,
-        EXPERTS=schedule.num_experts,
-        TOPK=routed.experts.shape[1],
-        BLOCK=block,
-        **pdl_options(chip),
-    )
+def expert_mlp_add_rms_norm(call: ExpertCall, end: NormInputs) -> Normed:
+    out, block = Normed(torch.empty_like(call.x), torch.empty_like(call.x)), lanes(call.x.shape[1])
+    warps = num_warps(current_chip(call.x), block)
+    _launch(call, block, warps, out.normed, end.residual, end.weight, out.residual, float(end.eps))
     return out
 
 
-def _parts(
-    x: Tensor, routed: Routed, schedule: ExpertSchedule, weights: ExpertWeights, activation: Activation
-) -> Tensor:
-    """[T, K, H] float32: the output of each chosen expert, anything where there is none."""
+def _launch(call: ExpertCall, block: int, warps: int, *end: Tensor | float | None) -> None:
+    """Both products, and their combination in blocks of columns, to the results that `end` begins with."""
+    x, routed, schedule, weights, activation, shared = call
     (rows, topk), hidden = routed.experts.shape, x.shape[1]
     inner = x.new_empty(rows * topk, weights.down.shape[2])
     parts = torch.empty((rows, topk, hidden), dtype=torch.float32, device=x.device)
     _launch_product(x, weights.gate_up, weights.gate_up_bias, inner, schedule, topk, activation)
     _launch_product(inner, weights.down, weights.down_bias, parts, schedule, topk, None)
-    return parts
-
-
-def _ring_takes(
-    x: Tensor, weight: Matrices, bias: Tensor | None, activation: Activation | None, config: RingConfig
-) -> bool:
-    if current_chip(x) != "sm90" or not isinstance(weight, Tensor) or bias is not None:
-        return False
-    return (activation is None or activation.limit is None) and takes(x, weight, config)
+    launch(
+        _combine_kernel,
+        (rows, triton.cdiv(hidden, block)),
+        *(parts, *routed, shared, *end),
+        num_warps=warps,
+        H=hidden,
+        EXPERTS=schedule.num_experts,
+        TOPK=topk,
+        BLOCK=block,
+        **pdl_options(current_chip(x)),
+    )
 
 
 def _launch_product(
@@ -272,36 +226,33 @@ def _launch_product(
 ) -> None:
     """The first product with its activation, or the second without."""
     (_, outer, inner), chip = weight.shape, current_chip(x)
+    limit, alpha = activation or Activation()
     ring = configs.RING.get(schedule.row_tile)
-    if ring and _ring_takes(x, weight, bias, activation, ring):
+    if ring and bias is None and limit is None and takes(x, weight, ring):
         launch_ring(x, weight, out, schedule, topk, ring, activation is not None)
         return
     is_gated, sizes = activation is not None, (chip, inner, schedule.row_tile, x.element_size())
-    scaling, config = dict.fromkeys(_SCALING, 0), product_config(*sizes, isinstance(weight, Mxfp4))
+    scaling, config = None, product_config(*sizes, isinstance(weight, Mxfp4))
     if isinstance(weight, ScaledWeight):
         config = scaled_product_config(*sizes, weight.float8_x)
-        scaling = scaling_options(weight, chip, config.columns // 2, is_gated)
+        scaling = scaling_of(weight, chip, config.columns // 2, is_gated)
         values, scales = numbers_of(weight, chip), weight.scales
     else:
         values, scales = weight if isinstance(weight, Mxfp4) else (weight, None)
     scale_stride = 0 if scales is None else scales.shape[2]
     columns, width = (config.columns // 2, outer // 2) if is_gated else (config.columns, outer)
-    split = min(inner, config.split)
-    limit, alpha = activation or Activation()
+    split, step = min(inner, config.split), config.block_k
     launch(
         _product_kernel,
         (schedule.items.shape[0], triton.cdiv(width, columns)),
-        *(x, values, scales, bias, out, schedule.order, schedule.items, schedule.num_items),
+        *(x, values, scales, bias, out, schedule._replace(row_tile=None)),
         *(topk, outer, inner, values.shape[2], scale_stride, split, limit or 0.0, alpha),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        ROWS=schedule.row_tile,
-        COLUMNS=config.columns,
-        BLOCK_K=config.block_k,
-        EVEN_K=inner % config.block_k == 0 and split % config.block_k == 0,
+        TILE=Tile(schedule.row_tile, config.columns, step, inner % step == split % step == 0),
+        SCALING=scaling,
         GATED=is_gated,
         CLAMPED=limit is not None,
         IN_ORDER=split < inner,
-        **scaling,
         **pdl_options(chip),
     )

@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from specdec_kernels.activation.kernel import gated
 from specdec_kernels.experts.configs import RingConfig
-from specdec_kernels.experts.types import ExpertSchedule
+from specdec_kernels.experts.types import ExpertSchedule, Matrices
 from specdec_kernels.gluon_copies import request_copy
-from specdec_kernels.launch import launch, num_processors
+from specdec_kernels.launch import current_chip, launch, num_processors
 
 _TILE = gl.constexpr(64)  # the M side of a product
 _WARPS = gl.constexpr(4)
@@ -35,18 +35,17 @@ def _lanes(LENGTH: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def _tile_of(
-    weight_ptr, order_ptr, items_ptr, number, count, topk, OUTER, K, ROWS: gl.constexpr, TILES: gl.constexpr,
-    GATED: gl.constexpr,
-):  # fmt: skip
+    weight_ptr, schedule, number, count, topk, OUTER, K, ROWS: gl.constexpr, TILES: gl.constexpr, GATED: gl.constexpr
+):
     """Of tile `number`: where its weights begin, and the rows of x [ROWS], -1 for none."""
     there = number < count
-    item = items_ptr + number // TILES * 3
+    item = schedule.items + number // TILES * 3
     expert = gl.load(item, mask=there, other=0).to(gl.int64)
     place = gl.load(item + 1, mask=there, other=0) + _lanes(ROWS, 0)
     here = place < gl.load(item + 2, mask=there, other=0)
     row = place
     if GATED:
-        row = gl.load(order_ptr + place, mask=here, other=0) // topk
+        row = gl.load(schedule.order + place, mask=here, other=0) // topk
     first = number % TILES * (_TILE // 2 if GATED else _TILE)
     return weight_ptr + (expert * OUTER + first) * K, gl.where(here, row, -1)
 
@@ -106,10 +105,8 @@ def _write_parts(out_ptr, order_ptr, acc, first, end, tile, OUTER, ROWS: gl.cons
 def _ring_kernel(
     x_ptr,  # [T, K] if GATED, else [T * topk, K] in the order of the schedule
     weight_ptr,  # [E, OUTER, K]
-    out_ptr,  # as of `_product_kernel`, like the three below
-    order_ptr,
-    items_ptr,
-    num_items_ptr,
+    out_ptr,  # as of `_product_kernel`
+    schedule,  # ExpertSchedule without its row tile
     capacity,  # items that there may be
     topk,
     OUTER,
@@ -133,10 +130,8 @@ def _ring_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Before the wait of the second product: weights are constants, and the first one has waited for the schedule.
-    count = gl.load(num_items_ptr) * TILES
-    first, row = _tile_of(
-        weight_ptr, order_ptr, items_ptr, pid, capacity * TILES, topk, OUTER, K, ROWS, TILES, GATED
-    )  # fmt: skip
+    count = gl.load(schedule.num_items) * TILES
+    first, row = _tile_of(weight_ptr, schedule, pid, capacity * TILES, topk, OUTER, K, ROWS, TILES, GATED)
     if pid < count:
         for step in gl.static_range(AHEAD):
             _ask_weights(weights, step, first + step * STEP, OUTER, K, STEP, GATED)
@@ -149,7 +144,7 @@ def _ring_kernel(
     slot = 0
     for number in range(pid, count, programs):
         next_first, next_row = _tile_of(
-            weight_ptr, order_ptr, items_ptr, number + programs, count, topk, OUTER, K, ROWS, TILES, GATED
+            weight_ptr, schedule, number + programs, count, topk, OUTER, K, ROWS, TILES, GATED
         )  # fmt: skip
         acc = gl.full([_TILE, ROWS], 0.0, gl.float32, SUMS)
         for step in range(STEPS):
@@ -169,17 +164,19 @@ def _ring_kernel(
             async_copy.commit_group()
             acc = warpgroup_mma_wait(0, deps=[acc])
             slot = gl.where(slot + 1 == BUFFERS, 0, slot + 1)
-        item = items_ptr + number // TILES * 3
+        item = schedule.items + number // TILES * 3
         place, end = gl.load(item + 1), gl.load(item + 2)
         if GATED:
             _write_hidden(out_ptr, exchange, acc, place, end, number % TILES, OUTER // 2, ROWS)
         else:
-            _write_parts(out_ptr, order_ptr, acc, place, end, number % TILES, OUTER, ROWS)
+            _write_parts(out_ptr, schedule.order, acc, place, end, number % TILES, OUTER, ROWS)
         first, row = next_first, next_row
 
 
-def takes(x: Tensor, weight: Tensor, config: RingConfig) -> bool:
+def takes(x: Tensor, weight: Matrices, config: RingConfig) -> bool:
     """Whether the product has whole tiles and steps of the kernel, and as many steps as it has buffers."""
+    if current_chip(x) != "sm90" or not isinstance(weight, Tensor):
+        return False
     outer, inner = weight.shape[1:]
     whole = outer % _TILE.value == 0 and inner % config.step == 0
     return x.element_size() == 2 and whole and inner // config.step >= config.buffers
@@ -194,7 +191,7 @@ def launch_ring(
     launch(
         _ring_kernel,
         (min(capacity * tiles, config.programs * num_processors(x)),),
-        *(x, weight, out, schedule.order, schedule.items, schedule.num_items, capacity, topk, outer, inner),
+        *(x, weight, out, schedule._replace(row_tile=None), capacity, topk, outer, inner),
         num_warps=_WARPS.value,
         ROWS=schedule.row_tile,
         STEP=config.step,

@@ -47,7 +47,7 @@ def mxfp4_partial_sum(of, scale_ptr, code_stride, scale_stride, k_first, k_end, 
     scales_at = scale_ptr + weight_row[:, None] * scale_stride + k_first // 32 + group[None, :]
     x_at = of.x + of.row.to(tl.int64)[None, :] * of.K + k_first + lane[:, None]
     here = (of.row < of.rows)[None, :]
-    acc = tl.zeros([TILE.COLUMNS, TILE.ROWS], tl.float32)
+    acc = tl.full([TILE.COLUMNS, TILE.ROWS], 0.0, tl.float32)
     for first in tl.range(k_first, k_end, TILE.BLOCK_K):
         if TILE.EVEN_K:
             codes = tl.load(codes_at, eviction_policy="evict_first")

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.experts import reference
 from specdec_kernels.experts.configs import FEW_ROWS, ROUTE, row_tile_of
 from specdec_kernels.experts.kernel_schedule import empty_schedule, schedule_experts
 from specdec_kernels.experts.types import ExpertSchedule, Routed, Routing
@@ -107,9 +106,8 @@ def _weights(value, chosen, OF_CHOSEN: tl.constexpr, RENORMALISE: tl.constexpr):
 
 @triton.jit
 def _write_schedule(
-    order_ptr, starts_ptr, items_ptr, num_items_ptr, num_touched_ptr, chosen, rank, row, idle, capacity,
-    EXPERTS: tl.constexpr, TOPK: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
+    schedule, chosen, rank, row, idle, capacity, EXPERTS: tl.constexpr, TOPK: tl.constexpr, BLOCK_E: tl.constexpr
+):
     """The schedule of rows so few that an expert has one item: `chosen` [T, BLOCK_E], and `idle` [T] without expert."""
     expert = tl.arange(0, BLOCK_E)
     took = chosen.to(tl.int32)
@@ -119,22 +117,22 @@ def _write_schedule(
     before, idle_before = 0 * took, 0 * row
     if took.shape[0] > 1:
         before, idle_before = tl.cumsum(took, 0) - took, tl.cumsum(idle.to(tl.int32), 0) - idle.to(tl.int32)
-    tl.store(order_ptr + start[None, :] + before, assignment, mask=chosen)
+    tl.store(schedule.order + start[None, :] + before, assignment, mask=chosen)
     last = total + idle_before[:, None] * TOPK + rank
-    tl.store(order_ptr + last, assignment, mask=idle[:, None] & (rank < TOPK))
-    tl.store(starts_ptr + expert, start, mask=expert < EXPERTS)
-    tl.store(starts_ptr + EXPERTS, total)
+    tl.store(schedule.order + last, assignment, mask=idle[:, None] & (rank < TOPK))
+    tl.store(schedule.starts + expert, start, mask=expert < EXPERTS)
+    tl.store(schedule.starts + EXPERTS, total)
     used = counts > 0
     touched = tl.sum(used.to(tl.int32), 0)
-    tl.store(num_items_ptr, touched)
-    tl.store(num_touched_ptr, touched)
-    entry = items_ptr + (tl.cumsum(used.to(tl.int32), 0) - used.to(tl.int32)) * 3
+    tl.store(schedule.num_items, touched)
+    tl.store(schedule.num_touched, touched)
+    entry = schedule.items + (tl.cumsum(used.to(tl.int32), 0) - used.to(tl.int32)) * 3
     tl.store(entry, expert, mask=used)
     tl.store(entry + 1, start, mask=used)
     tl.store(entry + 2, start + counts, mask=used)
     for first in tl.range(0, capacity, BLOCK_E):
         rest = first + expert
-        entry, here = items_ptr + rest * 3, (rest >= touched) & (rest < capacity)
+        entry, here = schedule.items + rest * 3, (rest >= touched) & (rest < capacity)
         tl.store(entry, EXPERTS + 0 * rest, mask=here)
         tl.store(entry + 1, 0 * rest, mask=here)
         tl.store(entry + 2, 0 * rest, mask=here)
@@ -145,13 +143,8 @@ def _route_kernel(
     logits_ptr,  # [rows, EXPERTS]
     bias_ptr,  # [EXPERTS] float32, or None
     is_real_ptr,  # [rows] bool, or None
-    experts_ptr,  # [rows, TOPK] int32
-    weights_ptr,  # [rows, TOPK] float32
-    order_ptr,  # [rows * TOPK] int32, or None like the four below: no schedule
-    starts_ptr,  # [EXPERTS + 1] int32
-    items_ptr,  # [capacity, 3] int32
-    num_items_ptr,  # [1] int32
-    num_touched_ptr,  # [1] int32
+    out,  # Routed, written
+    schedule,  # ExpertSchedule without its row tile, written, or None
     rows,
     capacity,
     scale,
@@ -189,14 +182,12 @@ def _route_kernel(
     chosen = rank < TOPK
     weight = _weights(logit if OF_CHOSEN else score, chosen, OF_CHOSEN, RENORMALISE)
     weight = (weight * scale).to(narrow).to(tl.float32)
-    out = row.to(tl.int64)[:, None] * TOPK + rank
-    tl.store(experts_ptr + out, tl.where(real[:, None], expert[None, :], EXPERTS), mask=there[:, None] & chosen)
-    tl.store(weights_ptr + out, tl.where(real[:, None], weight, 0.0), mask=there[:, None] & chosen)
-    if order_ptr is not None:
-        _write_schedule(
-            order_ptr, starts_ptr, items_ptr, num_items_ptr, num_touched_ptr, chosen & real[:, None], rank, row,
-            there & (real == 0), capacity, EXPERTS, TOPK, BLOCK_E,
-        )  # fmt: skip
+    at = row.to(tl.int64)[:, None] * TOPK + rank
+    tl.store(out.experts + at, tl.where(real[:, None], expert[None, :], EXPERTS), mask=there[:, None] & chosen)
+    tl.store(out.weights + at, tl.where(real[:, None], weight, 0.0), mask=there[:, None] & chosen)
+    if schedule is not None:
+        idle = there & (real == 0)
+        _write_schedule(schedule, chosen & real[:, None], rank, row, idle, capacity, EXPERTS, TOPK, BLOCK_E)
 
 
 def _empty(logits: Tensor, routing: Routing) -> Routed:
@@ -219,7 +210,7 @@ def _launch(
     launch(
         _route_kernel,
         (triton.cdiv(rows, block_rows) if schedule is None else 1,),
-        *(logits, correction_bias, is_real, *out, *((None,) * 5 if schedule is None else schedule[:-1])),
+        *(logits, correction_bias, is_real, out, schedule and schedule._replace(row_tile=None)),
         *(rows, capacity, float(routing.scale)),
         num_warps=max(1, min(8, block_rows * experts // 128)),
         EXPERTS=experts,
@@ -240,8 +231,6 @@ def _launch(
 def route_experts(
     logits: Tensor, routing: Routing, correction_bias: Tensor | None = None, is_real: Tensor | None = None
 ) -> Routed:
-    if logits.dtype == torch.float64:
-        return reference.route_experts(logits, routing, correction_bias, is_real)
     out, block_rows = _empty(logits, routing), min(ROUTE[current_chip(logits)].rows, lanes(logits.shape[0]))
     _launch(logits, routing, correction_bias, is_real, out, None, block_rows)
     return out
@@ -250,8 +239,6 @@ def route_experts(
 def route_and_schedule(
     logits: Tensor, routing: Routing, correction_bias: Tensor | None = None, is_real: Tensor | None = None
 ) -> tuple[Routed, ExpertSchedule]:
-    if logits.dtype == torch.float64:
-        return reference.route_and_schedule(logits, routing, correction_bias, is_real)
     rows, experts = logits.shape
     if rows > FEW_ROWS:
         routed = route_experts(logits, routing, correction_bias, is_real)

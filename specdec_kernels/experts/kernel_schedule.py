@@ -59,11 +59,7 @@ def _write_items(items_ptr, own, start, end, item, tiles, ROWS: tl.constexpr, IT
 @triton.jit(do_not_specialize=["count", "capacity"])
 def _schedule_kernel(
     experts_ptr,  # [count] int32
-    order_ptr,  # [count] int32
-    starts_ptr,  # [EXPERTS + 1] int32
-    items_ptr,  # [capacity, 3] int32
-    num_items_ptr,  # [1] int32
-    num_touched_ptr,  # [1] int32
+    schedule,  # ExpertSchedule without its row tile, written
     count,
     capacity,
     EXPERTS: tl.constexpr,
@@ -87,16 +83,16 @@ def _schedule_kernel(
     own_count = tl.sum(tl.where(mine, counts[:, None], 0), 0)
     own_tiles = tl.sum(tl.where(mine, tiles[:, None], 0), 0)
     item = tl.sum(tl.where(before, tiles[:, None], 0), 0)
-    tl.store(starts_ptr + own, start, mask=own <= EXPERTS)
+    tl.store(schedule.starts + own, start, mask=own <= EXPERTS)
     total = tl.sum(tiles, 0)
     if tl.program_id(0) == 0:
-        tl.store(num_items_ptr, total)
-        tl.store(num_touched_ptr, tl.sum(tl.where(bin < EXPERTS, (counts > 0).to(tl.int32), 0), 0))
-    _write_order(order_ptr, experts_ptr, own, start, count, EXPERTS, BLOCK)
-    _write_items(items_ptr, own, start, start + own_count, item, own_tiles, ROWS, ITEMS)
+        tl.store(schedule.num_items, total)
+        tl.store(schedule.num_touched, tl.sum(tl.where(bin < EXPERTS, (counts > 0).to(tl.int32), 0), 0))
+    _write_order(schedule.order, experts_ptr, own, start, count, EXPERTS, BLOCK)
+    _write_items(schedule.items, own, start, start + own_count, item, own_tiles, ROWS, ITEMS)
     lane = tl.arange(0, ITEMS)
     for first in tl.range(total + tl.program_id(0) * ITEMS, capacity, tl.num_programs(0) * ITEMS):
-        entry, here = items_ptr + (first + lane) * 3, first + lane < capacity
+        entry, here = schedule.items + (first + lane) * 3, first + lane < capacity
         tl.store(entry, EXPERTS + 0 * lane, mask=here)
         tl.store(entry + 1, 0 * lane, mask=here)
         tl.store(entry + 2, 0 * lane, mask=here)
@@ -114,7 +110,7 @@ def schedule_experts(experts: Tensor, num_experts: int, row_tile: int) -> Expert
     launch(
         _schedule_kernel,
         (triton.cdiv(num_experts + 1, config.experts),),
-        *(experts, *schedule[:-1], count, schedule.items.shape[0]),
+        *(experts, schedule._replace(row_tile=None), count, schedule.items.shape[0]),
         EXPERTS=num_experts,
         ROWS=row_tile,
         OWN=config.experts,

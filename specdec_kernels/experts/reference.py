@@ -10,6 +10,7 @@ from specdec_kernels.activation.reference import silu_mul
 from specdec_kernels.experts.configs import row_tile_of
 from specdec_kernels.experts.types import (
     Activation,
+    ExpertCall,
     ExpertSchedule,
     ExpertWeights,
     Matrices,
@@ -94,20 +95,15 @@ def route_and_schedule(
     return routed, schedule_experts(routed.experts, experts, row_tile_of(routed.experts, experts))
 
 
-def expert_mlp(
-    x: Tensor,
-    routed: Routed,
-    schedule: ExpertSchedule,
-    weights: ExpertWeights,
-    activation: Activation,
-    shared: Tensor | None = None,
-) -> Tensor:
+def expert_mlp(call: ExpertCall) -> Tensor:
+    x, routed, schedule, weights, activation, shared = call
     wide = torch.promote_types(x.dtype, torch.float32)
     parts = torch.zeros(*routed.experts.shape, x.shape[1], dtype=wide, device=x.device)
     for expert in routed.experts.unique().tolist():
         if 0 <= expert < schedule.num_experts:
             row, slot = (routed.experts == expert).nonzero(as_tuple=True)
-            parts[row, slot] = _expert(x[row], weights.of(expert), activation)
+            one = weights.of(expert)
+            parts[row, slot] = _product(hidden_of(x[row], one, activation), one.down, one.down_bias, wide)
     total = torch.zeros_like(x, dtype=wide)
     for slot in range(routed.experts.shape[1]):
         total += routed.weights[:, slot, None] * parts[:, slot]
@@ -116,22 +112,8 @@ def expert_mlp(
     return total.to(x.dtype)
 
 
-def expert_mlp_add_rms_norm(
-    x: Tensor,
-    routed: Routed,
-    schedule: ExpertSchedule,
-    weights: ExpertWeights,
-    end: NormInputs,
-    activation: Activation,
-    shared: Tensor | None = None,
-) -> Normed:
-    return add_rms_norm(expert_mlp(x, routed, schedule, weights, activation, shared), end)
-
-
-def _expert(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
-    """The MLP of one expert, not rounded at its end."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return _product(hidden_of(x, weights, activation), weights.down, weights.down_bias, wide)
+def expert_mlp_add_rms_norm(call: ExpertCall, end: NormInputs) -> Normed:
+    return add_rms_norm(expert_mlp(call), end)
 
 
 def hidden_of(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:

@@ -121,6 +121,17 @@ class Activation(NamedTuple):
     alpha: float = 1.0
 
 
+class ExpertCall(NamedTuple):
+    """The checked arguments of `expert_mlp`, which describes them."""
+
+    x: Tensor
+    routed: Routed
+    schedule: ExpertSchedule
+    weights: ExpertWeights
+    activation: Activation
+    shared: Tensor | None
+
+
 def max_items(assignments: int, num_experts: int, row_tile: int) -> int:
     """Items of the worst distribution: one row for all experts but one, and the rest for that one."""
     if assignments <= num_experts:

@@ -1,6 +1,8 @@
 """Sizes of the programs, by chip."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from specdec_kernels.launch import CHIPS
 
 
 @dataclass(frozen=True)
@@ -17,11 +19,8 @@ class HistoryConfig:
 
 
 _GPU = HistoryConfig(scan=256, few=32, select=256, parts=32, programs=1 << 14, hash=128, copy=256)
-CONFIGS = {
-    "sm80": _GPU,
-    "sm90": _GPU,
-    "sm100": _GPU,
-    "gfx942": HistoryConfig(scan=256, few=32, select=256, parts=32, programs=1 << 14, hash=256, copy=256),
+CONFIGS = dict.fromkeys(CHIPS, _GPU) | {
+    "gfx942": replace(_GPU, hash=256),
     # In the interpreter the number of programs costs, not the number of lanes.
     "interpreter": HistoryConfig(scan=1 << 14, few=1, select=1 << 10, parts=2, programs=6, hash=1 << 12, copy=1 << 14),
 }

@@ -132,7 +132,8 @@ def _drafts(store: HistoryStore, found: list[Match], depth: int, order: str) -> 
             owners.setdefault(tuple(tokens[:size]), candidate)
     longest, whole = found[0].length, FULL_SHARE
     if order == "frequent":
-        weights = [_weight(longest - match.length) for match in found]
+        shortfalls = [longest - match.length for match in found]
+        weights = [FULL_SHARE // 4**short if short <= MAX_SHORTFALL else 0 for short in shortfalls]
         shares, whole = _votes(continuations, weights), sum(weights)
     else:
         shares = _latest_shares(owners)
@@ -143,11 +144,6 @@ def _drafts(store: HistoryStore, found: list[Match], depth: int, order: str) -> 
         if shares[path]:
             drafts.append(Draft(value, -len(path), -candidate, path))
     return sorted(drafts, reverse=True), whole * PROB_UNIT
-
-
-def _weight(shortfall: int) -> int:
-    """Votes of a match that is shorter than the longest by `shortfall`."""
-    return FULL_SHARE // 4**shortfall if shortfall <= MAX_SHORTFALL else 0
 
 
 def _votes(continuations: list[list[int]], weights: list[int]) -> dict[Path, int]:

@@ -1,7 +1,7 @@
 """Public functions of the family: checks, then the kernel or the definition.
 
 Every function takes `page_table` [B, P] int32, page ids, negative where no page is held, `page_size` >= 1 tokens per
-page.
+page. `lengths` [B] int64 are tokens held, counted as P * page_size where larger, or committed tokens L.
 """
 
 import torch
@@ -54,14 +54,10 @@ def level_slots(
     following.
 
     Args:
-        lengths: [B] int64, committed tokens L.
         active: [B] int32: 1, or 0 for a padding slot.
-        levels: at least 0.
-        width: at least 1.
-        first: at least 0.
+        levels, width, first: at least 0, 1 and 0.
 
-    Returns:
-        LevelSlots. Slots are -1 also beyond the table and on a page that is not held.
+    Slots are -1 also beyond the table and on a page that is not held.
     """
     _check_table(page_table, page_size, lengths=lengths)
     expect_tensors({"page_table": page_table}, active=(active, (page_table.shape[0],), torch.int32))
@@ -83,8 +79,8 @@ def flashinfer_indices(
     """Page ids of all requests, one request after another, as FlashInfer's paged wrappers take them.
 
     Args:
-        lengths: [B] int64 tokens held; counted as columns * page_size where larger.
-        columns: most pages of a request, default P. Past the table a request has page 0.
+        columns: most pages of a request, default P: its tokens are counted as columns * page_size where more. Past the
+            table a request has page 0.
         out: where the result is written, for calls in CUDA graphs.
     """
     _check_table(page_table, page_size, lengths=lengths)
@@ -177,11 +173,7 @@ def flashinfer_mask(
 def flash_attention_table(
     page_table: Tensor, lengths: Tensor, page_size: int, impl: str = "auto"
 ) -> FlashAttentionIndices:
-    """Page table and lengths as FlashAttention's paged calls take them: entries past the length are page 0.
-
-    Args:
-        lengths: [B] int64 tokens held; counted as P * page_size where larger.
-    """
+    """Page table and lengths as FlashAttention's paged calls take them: entries past the length are page 0."""
     _check_table(page_table, page_size, lengths=lengths)
     return dispatch("flash_attention_table", __package__, impl, page_table)(page_table, lengths, page_size)
 
@@ -196,7 +188,6 @@ def move_accepted(kv: Tensor, page_table: Tensor, lengths: Tensor, nodes: Tensor
     Args:
         kv: [layers, 2, pages, page_size, H_kv, D], or with 1 instead of 2 where a layer has one tensor; contiguous,
             changed in place.
-        lengths: [B] int64, L: committed tokens before this step.
         nodes: [B, D + 1] int32, accepted path from the root on, rising, then -1 (`Accepted.nodes`).
     """
     expect_shape("kv", kv, (None, 1 if kv.ndim > 1 and kv.shape[1] == 1 else 2, None, None, None, None))

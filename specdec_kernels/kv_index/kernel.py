@@ -54,7 +54,7 @@ def _running_sums_kernel(
     step = tl.program_id(0).to(tl.int64)
     sums_ptr += step * stride
     lane = tl.arange(0, BLOCK)
-    tl.store(sums_ptr + lane, (lane * 0).to(sums_ptr.dtype.element_ty), mask=lane < 1)
+    tl.store(sums_ptr + lane, lane * 0, mask=lane < 1)
     before = step * 0
     for first in range(0, entries, BLOCK):
         entry = first + lane
@@ -62,7 +62,7 @@ def _running_sums_kernel(
         count = tl.minimum(tl.maximum(count, 0), limit)
         size = (count + ADD + step + GROWTH * (entry % REPEAT) + UNIT - 1) // UNIT
         ends = tl.minimum(before + tl.cumsum(size, 0), capacity)
-        tl.store(sums_ptr + 1 + entry, ends.to(sums_ptr.dtype.element_ty), mask=entry < entries)
+        tl.store(sums_ptr + 1 + entry, ends, mask=entry < entries)
         before += tl.sum(size, 0)
 
 

@@ -33,16 +33,12 @@ def flashinfer_indices(
 ) -> None:
     batch, row_pages = page_table.shape
     held = lengths.clamp(0, columns * page_size)
-    ends = ((held + page_size - 1) // page_size).cumsum(0)
-    out.indptr.copy_(torch.nn.functional.pad(ends, (1, 0)))
+    indptr = offsets_of((held + page_size - 1) // page_size, batch * columns)
+    row, column, owned = owners(indptr, batch * columns)
+    pages = torch.nn.functional.pad(page_table, (0, columns - row_pages)).clamp(min=0)
+    out.indptr.copy_(indptr)
+    out.indices.copy_(torch.where(owned, pages[row, column.clamp(max=columns - 1)], 0))
     out.last_page_len.copy_(torch.where(held > 0, (held - 1) % page_size + 1, 0))
-    if batch and columns:
-        place = torch.arange(batch * columns, device=page_table.device)
-        row = torch.searchsorted(ends, place, right=True)
-        owner = row.clamp(max=batch - 1)
-        column = (place - out.indptr[owner]).clamp(0, columns - 1)
-        pages = torch.nn.functional.pad(page_table, (0, columns - row_pages)).clamp(min=0)
-        out.indices.copy_(torch.where(row < batch, pages[owner, column], 0))
 
 
 def flashinfer_chunks(keys: Tensor, most: int, out: FlashInferChunks, limit: int) -> None:
@@ -102,6 +98,21 @@ def move_accepted(kv: Tensor, page_table: Tensor, lengths: Tensor, nodes: Tensor
     source = torch.where(moves, source, torch.where(into_zero, source, 0).sum())
     slots = kv.view(layers, sides, pages * page_size, heads, dim)
     slots[:, :, torch.where(moves, target, 0)] = slots[:, :, source]
+
+
+def offsets_of(counts: Tensor, capacity: int) -> Tensor:
+    """[B + 1] int32 exclusive sums, none above `capacity`."""
+    ends = counts.long().clamp(min=0).cumsum(0).clamp(max=capacity)
+    return torch.cat([ends.new_zeros(1), ends]).int()
+
+
+def owners(offsets: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Owning span of every place (0 for none), column in it, and whether there is one."""
+    place = torch.arange(capacity, device=offsets.device)
+    span = torch.searchsorted(offsets[1:].contiguous(), place.to(offsets.dtype), right=True)
+    owned = span < offsets.shape[0] - 1
+    span = torch.where(owned, span, 0)
+    return span, place - offsets[span], owned
 
 
 def _position_slots(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:

@@ -42,18 +42,6 @@ def to_e4m3(x):
 
 
 @triton.jit
-def _as_stored(x, scale, DTYPE: tl.constexpr):
-    """Float32 x as the pool holds it: divided by the scale if there is one, then rounded."""
-    if scale is not None:
-        x = tl.div_rn(x, scale)
-    if tl.uint8 == DTYPE:
-        stored = to_e4m3(x)
-    else:
-        stored = x.to(DTYPE)
-    return stored
-
-
-@triton.jit
 def _load_part(head_ptr, mask, START: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Elements START to START + WIDTH of each head as float32 [TOKENS, HEADS, BLOCK]."""
     dims = tl.arange(0, BLOCK)[None, None, :]
@@ -63,10 +51,14 @@ def _load_part(head_ptr, mask, START: tl.constexpr, WIDTH: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _store_part(head_ptr, mask, part, scale, START: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store float32 elements as the pool holds them: divided by the scale if there is one, then rounded."""
     dims = tl.arange(0, BLOCK)[None, None, :]
     inside = mask[:, :, None] & (dims < WIDTH)
-    stored = _as_stored(part, scale, head_ptr.dtype.element_ty)
-    tl.store(head_ptr[:, :, None] + START + dims, stored, mask=inside)
+    if scale is not None:
+        part = tl.div_rn(part, scale)
+    if head_ptr.dtype.element_ty == tl.uint8:
+        part = to_e4m3(part)
+    tl.store(head_ptr[:, :, None] + START + dims, part, mask=inside)
 
 
 @triton.jit
@@ -278,10 +270,6 @@ def _launch(
     """q, out: [T, H, D] or None."""
     k, v, kv, rope = store.k, store.v, store.kv, store.rope
     eps, interleaved, k_scale, v_scale = options
-    if kv.dtype == torch.float64:
-        raise ValueError(
-            "kv: the kernel takes float32, float16, bfloat16 and float8_e4m3fn, got float64; use impl='reference'"
-        )
     tokens, layers, kv_heads, head_dim = k.shape
     heads = 0 if q is None else q.shape[1]
     half = rope.shape[1] // 2

@@ -10,7 +10,7 @@ that the request does not draft (`Lattice.counts`), or whose every candidate has
 `build_tree` takes them: tokens are the target's ids, unused nodes have token 0, parent -2, candidate -1 and score 0.
 The depth of a node is `candidates // C + 1`.
 
-All tensors but the weight of `rnn_step` are contiguous.
+`pairs` are [B, D, C, C] float32, as `pair_scores` gives them. All tensors but the weight of `rnn_step` are contiguous.
 """
 
 import torch
@@ -64,13 +64,7 @@ def pair_scores(lattice: Lattice, factors: PairFactors, *, impl: str = "auto") -
 
 def greedy_chain(lattice: Lattice, pairs: Tensor, *, impl: str = "auto") -> Selection:
     """The chain of the largest value of each position given the chosen predecessor; among equals the lowest id of
-    `Lattice.tokens`. A score is the product of the probabilities at temperature 1.
-
-    Args:
-        pairs: [B, D, C, C] float32.
-
-    Returns:
-        D + 1 nodes: node n is at position n - 1.
+    `Lattice.tokens`. A score is the product of the probabilities at temperature 1. Node n is at position n - 1.
     """
     _check_lattice(lattice, pairs)
     return dispatch("greedy_chain", __package__, impl, lattice.logits)(lattice, pairs)
@@ -94,7 +88,6 @@ def sample_chain(
     the target's distribution. `dense_probs` of the result is what verification takes as `draft_probs`.
 
     Args:
-        pairs: [B, D, C, C] float32.
         temperature: [B] float32.
         seeds: [B] int64, or None with `uniforms`.
         positions: [B] int64, the root's, or None with `uniforms`.
@@ -116,7 +109,6 @@ def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int, *, impl: str =
     `Lattice.tokens`. A score is the probability of the path.
 
     Args:
-        pairs: [B, D, C, C] float32.
         num_nodes: N, nodes with the root, 1 to 256.
     """
     _check_lattice(lattice, pairs)

@@ -177,18 +177,14 @@ def _chain_kernel(
         lowest = tl.min(tl.where(largest, ids, _NO_ID), 1)
         chosen = tl.min(tl.where(largest & (ids == lowest[:, None]), lane[None, :], BLOCK_C), 1)
         if draws.temperature is not None:
-            if draws.uniforms is not None:
-                uniform = tl.load(draws.uniforms + request * DEPTH + place, mask=in_batch, other=0.0)
-            else:
-                seed = tl.load(draws.seeds + request, mask=in_batch, other=0)
-                position = tl.load(draws.positions + request, mask=in_batch, other=0)
-                uniform = d.philox_uniform(seed, position, _DRAFT, place + 1)
+            at = request * DEPTH + place
+            uniform = d.keyed_uniform(draws, at, request, request, in_batch, _DRAFT, place + 1)
             drawn, _, _, _ = d.locate(weight, total, uniform)
             chosen = tl.where(sampled, tl.maximum(drawn, 0), chosen)
         is_chosen = lane[None, :] == chosen[:, None]
         if draws.temperature is not None:
             prob = tl.where(sampled[:, None], share, (is_chosen & alive[:, None]).to(tl.float32))
-            at = (request * DEPTH + place)[:, None] * CANDIDATES + lane[None, :]
+            at = at[:, None] * CANDIDATES + lane[None, :]
             tl.store(probs_ptr + at, prob, mask=in_batch[:, None] & (lane < CANDIDATES)[None, :])
         score *= tl.sum(tl.where(is_chosen, share, 0.0), 1)
         _store_nodes(

@@ -6,6 +6,7 @@ from torch import Tensor
 from specdec_kernels.lattice.types import Draws, Lattice, PairFactors, RnnStep, SampledChain
 from specdec_kernels.sampling.reference import MIN_TEMPERATURE, inverse_cdf, philox_uniform
 from specdec_kernels.sampling.types import DRAFT_STREAM
+from specdec_kernels.tree.reference import with_root
 from specdec_kernels.tree.types import UNUSED_PARENT, Selection
 
 
@@ -143,11 +144,6 @@ def _first_by_id(flags: Tensor, tokens: Tensor) -> Tensor:
 def _selection(lattice: Lattice, parents: Tensor, candidates: Tensor, scores: Tensor) -> Selection:
     """The nodes after the root, those of candidate -1 unused."""
     used = candidates >= 0
-    none = torch.full_like(lattice.last_tokens, -1)[:, None]
     ids = _target_ids(lattice).flatten(1).gather(1, candidates.clamp(min=0))
-    return Selection(
-        torch.cat([lattice.last_tokens[:, None], torch.where(used, ids, 0)], 1),
-        torch.cat([none, torch.where(used, parents, UNUSED_PARENT)], 1).int(),
-        torch.cat([none, candidates], 1).int(),
-        torch.nn.functional.pad(torch.where(used, scores, 0.0).float(), (1, 0), value=1.0),
-    )
+    ids, parents = torch.where(used, ids, 0), torch.where(used, parents, UNUSED_PARENT)
+    return with_root(lattice.last_tokens, ids, parents, candidates, torch.where(used, scores, 0.0))

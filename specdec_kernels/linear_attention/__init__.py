@@ -34,24 +34,7 @@ from specdec_kernels.linear_attention.types import (
 )
 
 __all__ = [
-    "CHUNK",
-    "Chunks",
-    "DeltaInputs",
-    "DeltaState",
-    "DeltaWeights",
-    "Paths",
-    "RowLinks",
-    "Trees",
-    "accepted_paths",
-    "chain_paths",
-    "chunk_paths",
-    "commit_delta_rule",
-    "delta_rule",
-    "delta_rule_chunks",
-    "delta_rule_inputs",
-    "delta_rule_tree",
-    "gated_rms_norm",
-    "prompt_paths",
-    "tree_masks",
-    "tree_paths",
-]
+    "CHUNK", "Chunks", "DeltaInputs", "DeltaState", "DeltaWeights", "Paths", "RowLinks", "Trees", "accepted_paths",
+    "chain_paths", "chunk_paths", "commit_delta_rule", "delta_rule", "delta_rule_chunks", "delta_rule_inputs",
+    "delta_rule_tree", "gated_rms_norm", "prompt_paths", "tree_masks", "tree_paths",
+]  # fmt: skip

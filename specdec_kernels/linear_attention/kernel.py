@@ -147,9 +147,7 @@ def _rule_kernel(
         state, o = delta_step(state, q, k, v, decay, beta)
         if out_ptr is not None:
             mine = tl.load(paths.owners + row) == path
-            tl.store(
-                out_ptr + (row * S.HV + head) * S.DV + value, o.to(out_ptr.dtype.element_ty), mask=(value < S.DV) & mine
-            )
+            tl.store(out_ptr + (row * S.HV + head) * S.DV + value, o, mask=(value < S.DV) & mine)
     tl.store(of_layer + end * (S.HV * S.DK * S.DV), state, mask=in_tile & (end >= 0))
 
 
@@ -212,7 +210,6 @@ def _norm_kernel(
 def delta_rule_inputs(
     qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, state: DeltaState, links: RowLinks, out: DeltaInputs
 ) -> None:
-    refuse_float64(qkv)
     rows, (heads, dk, dv), groups = len(qkv), state.ssm.shape[-3:], key_heads(state)
     block = CONFIGS[current_chip(qkv)].input_rows
     launch(
@@ -241,7 +238,6 @@ def commit_delta_rule(inputs: DeltaInputs, paths: Paths, state: DeltaState) -> N
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    refuse_float64(x)
     out, (rows, heads, dim) = torch.empty_like(x), x.shape
     block = CONFIGS[current_chip(x)].norm_rows
     launch(
@@ -258,7 +254,6 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 def _follow(inputs: DeltaInputs, paths: Paths, state: DeltaState, out: Tensor | None) -> None:
     """Take the states of L layers along each path; `out` is for one layer."""
-    refuse_float64(inputs.raw)
     layers, slots, heads, dk, dv = state.ssm.shape
     config, rows = CONFIGS[current_chip(inputs.raw)], inputs.raw.shape[1]
     values = min(config.values, lanes(dv))
@@ -288,8 +283,3 @@ def keep_inputs(raw: Tensor, paths: Paths, state: DeltaState) -> None:
         TAPS=state.conv.shape[2] + 1,
         BLOCK=block,
     )
-
-
-def refuse_float64(rows: Tensor) -> None:
-    if rows.dtype == torch.float64:
-        raise ValueError("rows: the kernels take float32, float16 and bfloat16, got float64; use impl='reference'")

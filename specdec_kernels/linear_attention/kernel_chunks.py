@@ -21,7 +21,7 @@ from torch import Tensor
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.linear_attention.configs import CONFIGS
 from specdec_kernels.linear_attention.device import LEAST_LANES, log_decay, matrices, static_of
-from specdec_kernels.linear_attention.kernel import keep_inputs, refuse_float64
+from specdec_kernels.linear_attention.kernel import keep_inputs
 from specdec_kernels.linear_attention.types import CHUNK, Chunks, DeltaInputs, DeltaState, Paths
 
 
@@ -116,7 +116,7 @@ def _scan_kernel(
             o += tl.dot(q, state[at // PART], input_precision=S.PRECISION)
         seen = tl.load(solved.shares + (row * S.HV + head)[:, None] * S.SIZE + i[None, :])
         o = tl.exp(total)[:, None] * o + tl.dot(seen, difference, input_precision=S.PRECISION)
-        tl.store(out_ptr + of_value, o.to(out_ptr.dtype.element_ty), mask=in_tile)
+        tl.store(out_ptr + of_value, o, mask=in_tile)
         last = tl.sum(tl.where(i == S.SIZE - 1, total, 0.0), 0)
         after = ()
         for at in tl.static_range(0, DK, PART):
@@ -133,7 +133,6 @@ def _scan_kernel(
 
 
 def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState) -> Tensor:
-    refuse_float64(inputs.raw)
     mixed, (heads, dk, dv), rows = inputs.mixed, state.ssm.shape[1:], len(inputs.raw)
     config = CONFIGS[current_chip(inputs.raw)]
     out = inputs.raw.new_zeros((rows, heads, dv))

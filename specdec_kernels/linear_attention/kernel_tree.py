@@ -17,7 +17,6 @@ from torch import Tensor
 from specdec_kernels.launch import current_chip, lanes, launch, num_processors
 from specdec_kernels.linear_attention.configs import CONFIGS
 from specdec_kernels.linear_attention.device import LEAST_LANES, log_decay, matrices, static_of
-from specdec_kernels.linear_attention.kernel import refuse_float64
 from specdec_kernels.linear_attention.types import DeltaInputs, DeltaState, Trees
 
 _LEAST_ROWS = 32
@@ -67,11 +66,10 @@ def _tree_kernel(
     written = tl.dot(inverse, beta[:, None] * (v - left * known), input_precision=S.PRECISION)
     o = left * o + tl.dot(seen, written, input_precision=S.PRECISION)
     of_value = out_ptr + (row * S.HV + head)[:, None] * S.DV + value[None, :]
-    tl.store(of_value, o.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(of_value, o, mask=inside)
 
 
 def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState) -> Tensor:
-    refuse_float64(inputs.raw)
     (heads, _, dv), (batch, nodes, _) = state.ssm.shape[1:], trees.mask.shape
     config = CONFIGS[current_chip(inputs.raw)]
     out = inputs.raw.new_empty((len(inputs.raw), heads, dv))

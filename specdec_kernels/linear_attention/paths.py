@@ -1,4 +1,8 @@
-"""Row links and paths of a forward, by a few torch operations on the device; all layers share them."""
+"""Row links and paths of a forward, by a few torch operations on the device; all layers share them.
+
+`slots` int64 are the state slots of B requests or P segments, -1 for zeros or padding. Node i of request b, in chains
+and trees of N nodes, is row b N + i.
+"""
 
 import torch
 from torch import Tensor
@@ -8,11 +12,7 @@ from specdec_kernels.linear_attention.types import CHUNK, Chunks, Paths, RowLink
 
 
 def chain_paths(slots: Tensor, num_nodes: int) -> tuple[RowLinks, Paths]:
-    """B chains of N nodes, row b N + i for node i of request b.
-
-    Args:
-        slots: [B] int64, state slots; -1 for zeros.
-    """
+    """Of B chains of N nodes."""
     batch, device = len(slots), slots.device
     order = torch.arange(batch * num_nodes, dtype=torch.int32, device=device)
     parents = torch.where(order % num_nodes == 0, -1, order - 1)
@@ -22,13 +22,12 @@ def chain_paths(slots: Tensor, num_nodes: int) -> tuple[RowLinks, Paths]:
 
 
 def tree_paths(slots: Tensor, nodes: Tensor) -> tuple[RowLinks, Paths]:
-    """B trees of N nodes, row b N + i for node i of request b.
+    """Of B trees of N nodes.
 
     A path leads from the root to each leaf. Paths to other nodes are empty, because a node's output is the same on
     every path through it: the leaf with the highest number writes it. An unused node is a path of its own.
 
     Args:
-        slots: [B] int64, state slots; -1 for zeros.
         nodes: [B, N, P] int32: the ancestors of each node from the root to itself, then -1; see `mask_paths`.
     """
     expect_shape("nodes", nodes, (len(slots), None, None))
@@ -56,10 +55,9 @@ def tree_paths(slots: Tensor, nodes: Tensor) -> tuple[RowLinks, Paths]:
 
 
 def tree_masks(slots: Tensor, parents: Tensor, mask: Tensor) -> tuple[RowLinks, Trees]:
-    """B trees of N nodes up to `CHUNK`, row b N + i for node i of request b, for `delta_rule_tree`.
+    """Of B trees of N nodes up to `CHUNK`, for `delta_rule_tree`.
 
     Args:
-        slots: [B] int64, state slots; -1 for zeros.
         parents: [B, N] int32: parent of each node, -1 where there is none; see `tree_parents`.
         mask: [B, N, 1] int64: ancestor bits of `parents`; see `TreeLinks`.
     """
@@ -79,7 +77,7 @@ def prompt_paths(
     A segment that starts its text starts from zeros. Rows of no segment are padding.
 
     Args:
-        slots: [P] int64, state slots; -1 for padding. The segments of a call have different slots.
+        slots: different ones for the segments of a call.
         starts: [P] int64: position of the first token of the segment in its text.
         counts: [P] int32: tokens; with 0 a segment that starts its text resets its slot.
         firsts: [P] int64: row of the first token.
@@ -127,7 +125,6 @@ def accepted_paths(slots: Tensor, nodes: Tensor, num_nodes: int) -> Paths:
     """The committed nodes of B trees of N nodes; the state after them goes to the slot, and stays where there are none.
 
     Args:
-        slots: [B] int64, state slots; -1 for padding.
         nodes: [B, P] int32: nodes of the path, -1 after it, as `Committed.nodes`.
     """
     expect_shape("nodes", nodes, (len(slots), None))

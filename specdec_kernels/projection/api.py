@@ -1,7 +1,7 @@
 """Projections of a decoding step: few rows against a weight, which are bound by reading the weight once.
 
 All functions take x [..., K], contiguous, and a weight [N, K] of its dtype, contiguous, as Hugging Face stores it, sum
-in float32 and round once to the dtype of x: float16, bfloat16 or float32; float64 is always computed by torch. More
+in float32 and round once to the dtype of x: float16, bfloat16 or float32, or float64 by torch alone. More
 than 64 rows go to torch's matmul, whose bits depend on the number of rows. With `batch_invariant` the kernel takes them
 too, and a row has the same bits for any number of rows. ValueError where a shape, dtype, device or layout does not fit.
 

@@ -145,22 +145,16 @@ def tickets(device: torch.device, tiles: int) -> Tensor:
     return found
 
 
-class Work(NamedTuple):
-    """The programs of a launch, and the memory through which those of a tile add their sums."""
-
-    grid: tuple[int, int, int]
-    part: Tensor | None
-    ticket: Tensor | None
-
-
-def work_of(product: Product, out: Tensor, is_gated: bool, config: LinearConfig) -> Work:
-    """As for `launch_linear`."""
+def work_of(
+    product: Product, bias: Tensor | None, out: Tensor, is_gated: bool, config: LinearConfig
+) -> tuple[tuple[int, int, int], Results]:
+    """The programs of a launch, and where they write; arguments as of `launch_linear`."""
     x, outer = product.x, product.weight.shape[0]
     columns, width = (config.columns // 2, outer // 2) if is_gated else (config.columns, outer)
     row_blocks, tiles = -(-product.rows // config.rows), -(-width // columns)
     grid = (row_blocks, tiles, 1 if config.in_order else config.splits)
     if config.splits == 1 or out.ndim != x.ndim or config.in_order:
-        return Work(grid, None, None)
+        return grid, Results(out, bias, None, None)
     part_shape = (row_blocks * tiles, config.splits, config.columns, config.rows)
     part = torch.empty(part_shape, dtype=torch.float32, device=x.device)
-    return Work(grid, part, tickets(x.device, row_blocks * tiles))
+    return grid, Results(out, bias, part, tickets(x.device, row_blocks * tiles))

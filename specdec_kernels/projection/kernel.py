@@ -34,7 +34,7 @@ from specdec_kernels.norm.types import Normed, NormInputs
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import kernel_hopper, kernel_scaled, reference
 from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
-from specdec_kernels.projection.device import Operands, Results, Tile, finish, weight_at, weight_rows, work_of, x_at
+from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
 from specdec_kernels.projection.kernel_library import has_the_bits, products_of_splits
 from specdec_kernels.projection.types import Product, ScaledWeight
 
@@ -120,8 +120,6 @@ def _linear_kernel(
 
 def takes(product: Product) -> bool:
     """Whether the kernel computes it, and not torch."""
-    if product.x.dtype == torch.float64:
-        return False
     if product.rows <= MAX_KERNEL_ROWS or product.batch_invariant:
         return True
     return isinstance(product.weight, ScaledWeight) and not kernel_scaled.torch_takes(product)
@@ -129,7 +127,7 @@ def takes(product: Product) -> bool:
 
 def _by_torch(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """A product that the kernel does not take."""
-    if isinstance(product.weight, ScaledWeight) and product.x.dtype != torch.float64:
+    if isinstance(product.weight, ScaledWeight):
         return kernel_scaled.by_torch(product, bias, out_dtype)
     return reference.linear(product, bias, out_dtype)
 
@@ -147,8 +145,6 @@ def linear(product: Product, bias: Tensor | None = None, out_dtype: torch.dtype 
 
 def linear_silu_mul(product: Product) -> Tensor:
     x = product.x
-    if x.dtype == torch.float64:
-        return reference.linear_silu_mul(product)
     if not takes(product):
         return activation.silu_mul(_by_torch(product))
     config = config_of(product)
@@ -160,8 +156,6 @@ def linear_silu_mul(product: Product) -> Tensor:
 
 
 def linear_add_rms_norm(product: Product, end: NormInputs) -> Normed:
-    if product.x.dtype == torch.float64:
-        return reference.linear_add_rms_norm(product, end)
     config = config_of(product)
     if not takes(product) or config.splits == 1:
         return norm.add_rms_norm(linear(product), end)
@@ -175,8 +169,6 @@ def linear_add_rms_norm(product: Product, end: NormInputs) -> Normed:
 
 
 def linear_all_reduce_add_rms_norm(product: Product, exchange: Exchange, slot: int, end: NormInputs) -> Normed:
-    if product.x.dtype == torch.float64:
-        return reference.linear_all_reduce_add_rms_norm(product, exchange, slot, end)
     if takes(product):
         parts = _parts(product, config_of(product))
     else:
@@ -233,14 +225,13 @@ def launch_linear(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     if config.ring and kernel_hopper.takes(product, config, is_gated):
         kernel_hopper.launch_hopper(product, bias, out, config)
         return
-    x, weight, rows = product.x, product.weight, product.rows
+    x, weight = product.x, product.weight
     outer, inner = weight.shape
-    work = work_of(product, out, is_gated, config)
+    grid, results = work_of(product, bias, out, is_gated, config)
     launch(
         _linear_kernel,
-        work.grid,
-        *(x, weight, Results(out, bias, work.part, work.ticket)),
-        *(rows, outer, inner, config.splits, config.split_length(inner)),
+        grid,
+        *(x, weight, results, product.rows, outer, inner, config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         TILE=Tile.of(config, inner),

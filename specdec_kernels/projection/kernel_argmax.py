@@ -131,8 +131,6 @@ def linear_argmax(product: Product, exchange: Exchange | None = None) -> Tensor:
     x, weight, _ = product
     if exchange is None and not takes(product):
         return reference.linear_argmax(product)
-    if x.dtype == torch.float64:
-        raise ValueError("x: expected float32, float16 or bfloat16 with an exchange, got float64; use impl='reference'")
     outer, inner = weight.shape
     rows, chip, config = product.rows, current_chip(x), config_of(product)
     tiles = -(-outer // config.columns)

@@ -127,10 +127,7 @@ def place_of_split(part_ptr, tile, splits, sums, SIZE: gl.constexpr):
 def _linear_hopper_kernel(
     x_ptr,  # [rows, K]
     weight_ptr,  # [OUTER, K]
-    bias_ptr,  # [OUTER] or None
-    out_ptr,  # as of `_linear_kernel`, like the two below
-    part_ptr,
-    ticket_ptr,
+    results,  # Results, written
     rows,
     OUTER,
     K,
@@ -158,16 +155,16 @@ def _linear_hopper_kernel(
     _fetch_x(of, ring, ROWS, BUFFERS - 1)
     acc = _sum(of, ring, ROWS, BUFFERS)
     tl.extra.cuda.gdc_launch_dependents()
-    if ticket_ptr is None:
-        write(out_ptr + split.to(gl.int64) * rows * OUTER, bias_ptr, acc, tile * TILE, OUTER, rows)
+    if results.ticket is None:
+        write(results.out + split.to(gl.int64) * rows * OUTER, results.bias, acc, tile * TILE, OUTER, rows)
     else:
         SIZE: gl.constexpr = TILE * ROWS
-        place = place_of_split(part_ptr, tile, splits, acc, SIZE)
+        place = place_of_split(results.part, tile, splits, acc, SIZE)
         gl.store(place + split * SIZE, acc)
-        if arrived(ticket_ptr + tile, splits):
+        if arrived(results.ticket + tile, splits):
             acc = sum_of_splits(place, splits, SIZE)
-            gl.store(ticket_ptr + tile, 0)
-            write(out_ptr, bias_ptr, acc, tile * TILE, OUTER, rows)
+            gl.store(results.ticket + tile, 0)
+            write(results.out, results.bias, acc, tile * TILE, OUTER, rows)
 
 
 def takes(product: Product, config: LinearConfig, is_gated: bool) -> bool:
@@ -181,12 +178,11 @@ def takes(product: Product, config: LinearConfig, is_gated: bool) -> bool:
 def launch_hopper(product: Product, bias: Tensor | None, out: Tensor, config: LinearConfig) -> None:
     """`kernel.launch_linear` for a product that this kernel takes."""
     outer, inner = product.weight.shape
-    work = work_of(product, out, False, config)
+    grid, results = work_of(product, bias, out, False, config)
     launch(
         _linear_hopper_kernel,
-        work.grid,
-        *(product.x, product.weight, bias, out, work.part, work.ticket),
-        *(product.rows, outer, inner, config.splits, config.split_length(inner)),
+        grid,
+        *(product.x, product.weight, results, product.rows, outer, inner, config.splits, config.split_length(inner)),
         num_warps=WARPS.value,
         ROWS=config.rows,
         BUFFERS=config.ring,

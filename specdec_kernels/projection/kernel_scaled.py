@@ -31,7 +31,7 @@ from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
 from specdec_kernels.projection import kernel_scaled_hopper
 from specdec_kernels.projection.configs import ROUNDED_APART_ROWS, LinearConfig
-from specdec_kernels.projection.device import Operands, Results, Tile, finish, weight_at, weight_rows, work_of, x_at
+from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
 from specdec_kernels.projection.rounding import multiplies_codes, rounded, rounded_rows
 from specdec_kernels.projection.types import GROUP, Product, ScaledWeight
 
@@ -89,9 +89,11 @@ class Scales(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """Compile-time properties of the scales. BY_ROW: one for each row of the weight. HALVES: each half of a program's
-    rows has one. FLOAT8_X: x is rounded to codes; APART: before the product. CODES: the chip multiplies codes."""
+    """Compile-time properties of the scales. GROUP_ROWS: rows of the weight that have one. BY_ROW: each row has one for
+    all groups. HALVES: each half of a program's rows has one. FLOAT8_X: x is rounded to codes; APART: before the
+    product. CODES: the chip multiplies codes."""
 
+    GROUP_ROWS: Any
     BY_ROW: Any
     HALVES: Any
     NVIDIA: Any
@@ -102,9 +104,11 @@ class Scaling(NamedTuple):
 
 @triton.jit
 def scales_of(
-    scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, COLUMNS: tl.constexpr, GATED: tl.constexpr
-):
+    scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, SCALING: tl.constexpr, COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
     """Where a program's scales begin; a gated tile holds rows of two places."""
+    GROUP_ROWS: tl.constexpr = SCALING.GROUP_ROWS
     HALF: tl.constexpr = COLUMNS // 2
     first = tile * (HALF if GATED else COLUMNS)
     second = tl.minimum(first + (OUTER // 2 if GATED else HALF), OUTER - 1)
@@ -190,25 +194,18 @@ def _scaled_linear_kernel(
     groups,
     splits,
     split_length,
-    GROUP_ROWS: tl.constexpr,
     TILE: tl.constexpr,  # Tile
+    SCALING: tl.constexpr,  # Scaling
     GATED: tl.constexpr,
     IN_ORDER: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    HALVES: tl.constexpr,
-    NVIDIA: tl.constexpr,
-    FLOAT8_X: tl.constexpr,
-    APART: tl.constexpr,
-    CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * TILE.ROWS + tl.arange(0, TILE.ROWS)
     tile = tl.program_id(1)
     split = tl.program_id(2)
     weight_row = weight_rows(tile, OUTER, TILE.COLUMNS, GATED)
-    SCALING: tl.constexpr = Scaling(BY_ROW, HALVES, NVIDIA, FLOAT8_X, APART, CODES)
     of = Operands(x_ptr, weight_ptr, weight_row, row, rows, K)
-    scales = scales_of(scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, GROUP_ROWS, TILE.COLUMNS, GATED)
+    scales = scales_of(scale_ptr, x_scale_ptr, weight_row, tile, OUTER, groups, SCALING, TILE.COLUMNS, GATED)
     k_first = split * split_length
     wait_for_predecessor(PDL)
     acc = scaled_sum(of, scales, k_first, tl.minimum(K, k_first + split_length), TILE, SCALING)
@@ -220,15 +217,16 @@ def _scaled_linear_kernel(
     finish(results, acc, of, tile, split, splits, OUTER, TILE, GATED)
 
 
-def scaling_options(weight: ScaledWeight, chip: str, half: int, is_gated: bool) -> dict[str, Any]:
-    """Compile-time arguments of a kernel that calls `scaled_sum`, for tiles of twice `half` rows of the weight."""
+def scaling_of(weight: ScaledWeight, chip: str, half: int, is_gated: bool, is_apart: bool = False) -> Scaling:
+    """For tiles of twice `half` rows of the weight."""
     outer, inner = weight.shape[-2:]
-    return dict(
+    return Scaling(
         GROUP_ROWS=weight.group_rows,
         BY_ROW=weight.group_rows == 1 and weight.group_inner >= inner,
         HALVES=weight.group_rows % half == 0 and not (is_gated and outer // 2 % half),
         NVIDIA=chip.startswith("sm"),
         FLOAT8_X=weight.float8_x,
+        APART=is_apart,
         CODES=weight.float8_x and multiplies_codes(chip),
     )
 
@@ -271,21 +269,20 @@ def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     if config.ring and kernel_scaled_hopper.takes(product, config):
         kernel_scaled_hopper.launch_hopper(product, bias, out, is_gated, config)
         return
-    chip, half = current_chip(x), config.columns // 2
-    work = work_of(product, out, is_gated, config)
+    chip = current_chip(x)
+    grid, results = work_of(product, bias, out, is_gated, config)
     apart = weight.float8_x and multiplies_codes(chip) and product.rows > ROUNDED_APART_ROWS
     numbers, x_scales = rounded_rows(x) if apart else (x, weight.scales)
     launch(
         _scaled_linear_kernel,
-        work.grid,
-        *(numbers, x_scales, numbers_of(weight, chip), weight.scales, Results(out, bias, work.part, work.ticket)),
+        grid,
+        *(numbers, x_scales, numbers_of(weight, chip), weight.scales, results),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         TILE=Tile.of(config, inner),
+        SCALING=scaling_of(weight, chip, config.columns // 2, is_gated, apart),
         GATED=is_gated,
         IN_ORDER=config.in_order,
-        APART=apart,
-        **scaling_options(weight, chip, half, is_gated),
         **pdl_options(chip),
     )

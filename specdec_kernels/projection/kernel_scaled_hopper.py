@@ -160,10 +160,7 @@ def _scaled_hopper_kernel(
     x_scale_ptr,  # [groups, rows] float32
     weight_ptr,  # [OUTER, K] float8
     scale_ptr,  # [ceil(OUTER / GROUP_ROWS), groups] float32
-    bias_ptr,  # [OUTER] or None
-    out_ptr,  # as of `_linear_kernel`, like the two below
-    part_ptr,
-    ticket_ptr,
+    results,  # Results, written
     rows,
     OUTER,
     K,
@@ -201,19 +198,19 @@ def _scaled_hopper_kernel(
     tl.extra.cuda.gdc_launch_dependents()
     _fetch_x(of, ring, ROWS, BUFFERS - 1)
     one, two = _sums(of, ring, ROWS, BUFFERS)
-    if ticket_ptr is None:
-        out_ptr += split.to(gl.int64) * rows * OUTER
-        _write_tiles(out_ptr, bias_ptr, one, two, tile, OUTER, rows, GATED)
+    if results.ticket is None:
+        out_ptr = results.out + split.to(gl.int64) * rows * OUTER
+        _write_tiles(out_ptr, results.bias, one, two, tile, OUTER, rows, GATED)
     else:
         SIZE: gl.constexpr = TILE * ROWS
-        place = place_of_split(part_ptr, tile, splits, one, 2 * SIZE)
+        place = place_of_split(results.part, tile, splits, one, 2 * SIZE)
         gl.store(place + split * (2 * SIZE), one)
         gl.store(place + split * (2 * SIZE) + SIZE, two)
-        if arrived(ticket_ptr + tile, splits):
+        if arrived(results.ticket + tile, splits):
             one = sum_of_splits(place, splits, 2 * SIZE)
             two = sum_of_splits(place + SIZE, splits, 2 * SIZE)
-            gl.store(ticket_ptr + tile, 0)
-            _write_tiles(out_ptr, bias_ptr, one, two, tile, OUTER, rows, GATED)
+            gl.store(results.ticket + tile, 0)
+            _write_tiles(results.out, results.bias, one, two, tile, OUTER, rows, GATED)
 
 
 def takes(product: Product, config: LinearConfig) -> bool:
@@ -232,12 +229,11 @@ def launch_hopper(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
     weight = product.weight
     assert isinstance(weight, ScaledWeight)
     outer, inner = weight.shape
-    work = work_of(product, out, is_gated, replace(config, columns=_COLUMNS))
+    grid, results = work_of(product, bias, out, is_gated, replace(config, columns=_COLUMNS))
     launch(
         _scaled_hopper_kernel,
-        work.grid,
-        *(*rounded_rows(product.x), weight.codes.view(torch.float8_e4m3fn), weight.scales),
-        *(bias, out, work.part, work.ticket),
+        grid,
+        *(*rounded_rows(product.x), weight.codes.view(torch.float8_e4m3fn), weight.scales, results),
         *(product.rows, outer, inner, weight.scales.shape[1], config.splits, config.split_length(inner)),
         num_warps=WARPS.value,
         GROUP_ROWS=weight.group_rows,

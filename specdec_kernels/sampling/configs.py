@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from specdec_kernels.launch import CHIPS
+
 
 @dataclass(frozen=True)
 class SelectionConfig:
@@ -22,11 +24,8 @@ class SelectionConfig:
 
 
 _GPU = SelectionConfig()
-SELECTION = {
-    "sm80": _GPU,
-    "sm90": _GPU,
+SELECTION = dict.fromkeys(CHIPS, _GPU) | {
     "sm100": replace(_GPU, sample_warps=8),  # four would spill
-    "gfx942": _GPU,
     # The interpreter's time goes with programs, not lanes; few slots, so that its cases reach the deferred rows, and
     # several warps, though none runs there, so that their parts are added as on a GPU.
     "interpreter": SelectionConfig(
@@ -37,8 +36,7 @@ SELECTION = {
         sample_warps=1,
         select_warps=2,
         chunk=1024,
-        keep=64,
     ),
 }
-PENALTY_TILE = {"sm80": 2048, "sm90": 2048, "sm100": 2048, "gfx942": 2048, "interpreter": 8192}
+PENALTY_TILE = dict.fromkeys(CHIPS, 2048) | {"interpreter": 8192}
 FORBID_TILE = 64  # forbidden sequences that a program compares at a time, on every chip

@@ -144,12 +144,12 @@ def weigh(value, top, scale, PROBS: tl.constexpr):
 
 
 @triton.jit
-def philox_uniform(seed, position, STREAM: tl.constexpr, slot=0):
+def philox_uniform(seed, position, stream, slot=0):
     """Uniform in (0, 1), float64, keyed by (seed, position, stream, slot), see `reference.philox_uniform`."""
     low = position.to(tl.uint32)
     high = (position >> 32).to(tl.uint32)
     zero = low * 0
-    word, second, _, _ = tl.philox(seed, low, high, zero + STREAM, zero + slot)
+    word, second, _, _ = tl.philox(seed, low, high, zero + stream, zero + slot)
     odd = (word.to(tl.int64) << 21) | ((second >> 12).to(tl.int64) << 1) | 1
     return odd.to(tl.float64) * _ULP
 
@@ -190,14 +190,15 @@ def count_and_share(sampling, request, live, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def row_uniform(origin, row, request, in_row, STREAM: tl.constexpr):
-    """The row's uniform, float64: injected where given, else from the generator."""
+def keyed_uniform(origin, place, request, row, live, stream, slot=0):
+    """Uniforms, float64: those at `place` where they are given, else by the seed of `request` and the position of
+    `row`. `origin` has the fields of `Uniforms`."""
     if origin.uniforms is not None:
-        uniform = tl.load(origin.uniforms + row, mask=in_row, other=0.0)
+        uniform = tl.load(origin.uniforms + place, mask=live, other=0.0)
     else:
-        seed = tl.load(origin.seeds + request, mask=in_row, other=0)
-        position = tl.load(origin.positions + row, mask=in_row, other=0)
-        uniform = philox_uniform(seed, position, STREAM)
+        seed = tl.load(origin.seeds + request, mask=live, other=0)
+        position = tl.load(origin.positions + row, mask=live, other=0)
+        uniform = philox_uniform(seed, position, stream, slot)
     return uniform
 
 

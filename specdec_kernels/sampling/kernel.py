@@ -149,7 +149,7 @@ def _select_kernel(
         # `launch_dependents`, so that the producers of temperatures, seeds and positions have ended.
         temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
         if DRAW:
-            uniform = d.row_uniform(origin, row, request, in_row, STREAM)
+            uniform = d.keyed_uniform(origin, row, request, row, in_row, STREAM)
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
     # What does not depend on other loads is loaded first.

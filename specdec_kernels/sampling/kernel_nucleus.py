@@ -203,9 +203,7 @@ def _list_kernel(
         rank = (tl.cumsum(one, 1) >> bits) & MOST
         slot = bits // COUNT_BITS * KEEP + rank - 1
         mine = (lists.members + place.to(tl.int64) * (CLASSES * KEEP))[:, None]
-        tl.store(
-            mine + slot, value.to(lists.members.dtype.element_ty), mask=inside & countable[:, None] & (rank <= KEEP)
-        )
+        tl.store(mine + slot, value, mask=inside & countable[:, None] & (rank <= KEEP))
 
 
 def list_values(rows: Rows, queue: torch.Tensor, state: torch.Tensor, edges: torch.Tensor, static: Static) -> Lists:

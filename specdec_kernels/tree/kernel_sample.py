@@ -79,12 +79,7 @@ def _sample_children_kernel(
     for rank in range(COUNT):
         child = tl.load(call.children + parent * COUNT + rank, mask=in_pairs, other=-1)
         wanted = in_pairs & (child >= 0)
-        if call.uniforms is not None:
-            uniform = tl.load(call.uniforms + request.to(tl.int64) * NODES + child, mask=wanted, other=0.0)
-        else:
-            seed = tl.load(call.seeds + request, mask=wanted, other=0)
-            position = tl.load(call.positions + request, mask=wanted, other=0)
-            uniform = d.philox_uniform(seed, position, _DRAFT, child)
+        uniform = d.keyed_uniform(call, request.to(tl.int64) * NODES + child, request, request, wanted, _DRAFT, child)
         group, within = d.find(mass, uniform)
         column = tl.maximum(group, 0)[:, None] * WIDTH + in_group
         weight = _probability(call.probs, row[:, None], column, (drawing & (group >= 0))[:, None], VOCAB)

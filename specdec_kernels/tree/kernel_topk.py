@@ -14,7 +14,7 @@ import triton.language as tl
 
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
-from specdec_kernels.sampling.device import FLOAT32_MAX, LOG2E, finite, key_value, sort_key, usable
+from specdec_kernels.sampling import device as d
 from specdec_kernels.tree.configs import CONFIGS
 from specdec_kernels.tree.kernel_selection import NO_SCORE
 from specdec_kernels.tree.types import DraftTopk
@@ -24,17 +24,11 @@ _MIN_LANES = 32  # a whole warp, whose integer maximum is one instruction
 
 
 @triton.jit
-def _load_logits(logits_ptr, row_offset, column, VOCAB: tl.constexpr):
-    """Logits as float32, NaN and infinities as they are; -inf past the vocabulary."""
-    return tl.load(logits_ptr + row_offset + column, mask=column < VOCAB, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
 def _tile_statistics(logit):
     """The largest of each tile and of all, and the sum of the weights of all."""
     tile_max = tl.max(logit, 1)
     top = tl.max(tile_max, 0)
-    return tile_max, top, tl.sum(tl.exp2((logit - finite(top)) * LOG2E))
+    return tile_max, top, tl.sum(tl.exp2((logit - d.finite(top)) * d.LOG2E))
 
 
 @triton.jit
@@ -54,11 +48,11 @@ def _topk_tiles_kernel(
     column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     wait_for_predecessor(PDL)
     launch_dependents(PDL)
-    logit = _load_logits(logits_ptr, row * row_stride, column, VOCAB)
+    logit = d.load_entries(logits_ptr, row, column, row_stride, column < VOCAB)
     tile_max, top, total = _tile_statistics(logit)
     # An infinity shows in the largest logit, and a NaN in the sum; replacing them in every entry would be slower.
-    if ((top <= FLOAT32_MAX) & (total == total)) == 0:
-        tile_max, top, total = _tile_statistics(usable(logit))
+    if ((top <= d.FLOAT32_MAX) & (total == total)) == 0:
+        tile_max, top, total = _tile_statistics(d.usable(logit))
     tl.store(tile_max_ptr + row * TILES + tile, tile_max, mask=tile < TILES)
     place = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(strip_ptr + place, top)
@@ -92,12 +86,12 @@ def _topk_merge_kernel(
     place = strip_ptr + row * STRIPS + strip
     strip_max = tl.load(place, mask=strip < STRIPS, other=float("-inf"))
     strip_sum = tl.load(place + tl.num_programs(0).to(tl.int64) * STRIPS, mask=strip < STRIPS, other=0.0)
-    shift = finite(tl.max(strip_max, 0))
-    total = tl.sum(strip_sum * tl.exp2((strip_max - shift) * LOG2E), 0)
+    shift = d.finite(tl.max(strip_max, 0))
+    total = tl.sum(strip_sum * tl.exp2((strip_max - shift) * d.LOG2E), 0)
     total = tl.where(total > 0, total, 1.0)
 
     # Lanes without a tile hold -inf, and come after the tiles that hold -inf.
-    image = sort_key(tile_max, 0)
+    image = d.sort_key(tile_max, 0)
     lane = tl.arange(0, BLOCK_K)
     chosen = tl.full((BLOCK_K,), TILES, tl.int32)
     for rank in range(COUNT if COUNT < TILES else TILES):
@@ -106,7 +100,7 @@ def _topk_merge_kernel(
         chosen = tl.where(lane == rank, winner, chosen)
         image = tl.where(tile == winner, NO_SCORE, image)
     column = tl.reshape(chosen[:, None] * TILE + tl.arange(0, TILE)[None, :], (BLOCK_K * TILE,))
-    image = sort_key(usable(_load_logits(logits_ptr, row * row_stride, column, VOCAB)), 0)
+    image = d.sort_key(d.load_values(logits_ptr, row, column, row_stride, column < VOCAB), 0)
     token = lane * 0
     key = lane * 0
     for rank in range(COUNT):
@@ -115,8 +109,8 @@ def _topk_merge_kernel(
         token = tl.where(lane == rank, winner, token)
         key = tl.where(lane == rank, best, key)
         image = tl.where(column == winner, NO_SCORE, image)
-    logit = key_value(key, 0)
-    prob = tl.exp2((logit - shift) * LOG2E) / total
+    logit = d.key_value(key, 0)
+    prob = tl.exp2((logit - shift) * d.LOG2E) / total
     prob = tl.where(logit > float("-inf"), prob, 0.0)
     tl.store(probs_ptr + row * COUNT + lane, prob, mask=lane < COUNT)
     tl.store(tokens_ptr + row * COUNT + lane, token.to(tl.int64), mask=lane < COUNT)

@@ -166,7 +166,7 @@ def rerank_tree(candidates: Candidates, last_tokens: Tensor, num_nodes: int) -> 
     def of_chosen(values: Tensor, padding: int) -> Tensor:
         return torch.cat([values, values.new_full((batch, 1), padding)], 1).gather(1, chosen)
 
-    return _with_root(
+    return with_root(
         last_tokens,
         of_chosen(tokens, 0),
         of_chosen(parent_node, UNUSED_PARENT),
@@ -184,7 +184,7 @@ def best_first_tree(probs: Tensor, tokens: Tensor, last_tokens: Tensor, num_node
     value[:, 0] = 1.0
     depth = torch.zeros(batch, num_nodes, dtype=torch.int64, device=probs.device)
     next_rank = torch.zeros_like(depth)
-    grown = []
+    grown = [(depth[:, :0], depth[:, :0])]
     for node in range(1, num_nodes):
         offer = value * usable.gather(1, depth * (children + 1) + next_rank)
         best, parent = torch.where(offer >= SMALLEST_PRODUCT, offer, 0.0).max(-1, keepdim=True)
@@ -197,17 +197,13 @@ def best_first_tree(probs: Tensor, tokens: Tensor, last_tokens: Tensor, num_node
         next_rank.scatter_(1, parent, rank + found.long())
         value[:, node : node + 1] = best
         depth[:, node : node + 1] = parent_depth + 1
-    if not grown:
-        nothing = depth[:, :0]
-        return _with_root(last_tokens, nothing, nothing, nothing, value[:, :0])
     parent, candidate = (torch.cat(columns, 1) for columns in zip(*grown, strict=True))
     token = torch.where(candidate >= 0, tokens.flatten(1).gather(1, candidate.clamp(min=0)), 0)
-    return _with_root(last_tokens, token, parent, candidate, value[:, 1:])
+    return with_root(last_tokens, token, parent, candidate, value[:, 1:])
 
 
-def _with_root(last_tokens: Tensor, *columns: Tensor) -> Selection:
-    """The nodes after a root: their tokens, parents, candidates and scores."""
-    tokens, parents, candidates, scores = columns
+def with_root(last_tokens: Tensor, tokens: Tensor, parents: Tensor, candidates: Tensor, scores: Tensor) -> Selection:
+    """The root and the nodes after it."""
     none = torch.full_like(last_tokens, -1)[:, None]
     return Selection(
         torch.cat([last_tokens[:, None], tokens], 1),

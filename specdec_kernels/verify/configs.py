@@ -15,7 +15,6 @@ class AcceptanceConfig:
     strip_warps: int = 8
     pass_width: int = 4096  # tokens of one step of a pass over a row
     pass_lanes: int = 256  # tokens of such a step for each warp
-    pass_stages: int = 1  # steps whose loads are on their way
     request_warps: int = 4  # of the programs that own requests; the walk uses one lane per request and one warp
 
 
@@ -24,8 +23,5 @@ ACCEPTANCE = dict.fromkeys(CHIPS, _GPU) | {
     # Sixteen warps, or wavefronts, leave too few registers for each lane.
     "sm80": replace(_GPU, pass_width=2048),
     "gfx942": replace(_GPU, pass_lanes=512),
-    # Stages mean nothing in the interpreter; 3 is no width of a block, so none takes its place unseen.
-    "interpreter": AcceptanceConfig(
-        max_requests=1 << 15, strips=1 << 14, strip_warps=1, pass_stages=3, request_warps=1
-    ),
+    "interpreter": AcceptanceConfig(max_requests=1 << 15, strips=1 << 14, strip_warps=1, request_warps=1),
 }

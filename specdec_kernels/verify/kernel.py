@@ -129,25 +129,20 @@ def accept(call: Verification) -> Accepted:
         call.values.flatten(0, 1), call.sampling, call.tree.positions, call.uniforms,
         per_request=call.tokens.shape[1], probabilities=call.probabilities, want_logprobs=call.return_logprobs,
     )  # fmt: skip
-    return _follow(call.tokens, call.tree, found.tokens, found.valid, found.logprobs, call.lengths, call.max_depth)
+    chosen = found.tokens, call.lengths, call.max_depth, found.valid, found.logprobs
+    return accept_targets(call.tokens, call.tree, *chosen)
 
 
 def accept_targets(
-    tokens: torch.Tensor, tree: TreeLinks, targets: torch.Tensor, lengths: torch.Tensor, max_depth: int
-) -> Accepted:
-    return _follow(tokens, tree, targets, None, None, lengths, max_depth)
-
-
-def _follow(
     tokens: torch.Tensor,
     tree: TreeLinks,
     targets: torch.Tensor,
-    usable: torch.Tensor | None,
-    logprobs: torch.Tensor | None,
     lengths: torch.Tensor,
     max_depth: int,
+    usable: torch.Tensor | None = None,
+    logprobs: torch.Tensor | None = None,
 ) -> Accepted:
-    """Follow `targets` ([B * N] or [B, N]) down the trees."""
+    """Also of [B * N] targets, with those that are `usable`, and their `logprobs`."""
     batch, num_nodes = tokens.shape
     accepted = empty_outcome(batch, max_depth, tokens.device, with_logprobs=logprobs is not None)
     config = ACCEPTANCE[current_chip(tokens)]

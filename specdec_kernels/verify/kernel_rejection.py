@@ -182,20 +182,6 @@ def _block_length(
 
 
 @triton.jit
-def _finishing_uniform(origin, request, in_batch, whole, NODES: tl.constexpr):
-    """[B] float64: uniform of the bonus after a whole chain, else of the token in place of the rejected draft."""
-    if origin.uniforms is not None:
-        place = request * (NODES + 1) + NODES - 1 + whole.to(tl.int32)
-        uniform = tl.load(origin.uniforms + place, mask=in_batch, other=0.0)
-    else:
-        seed = tl.load(origin.seeds + request, mask=in_batch, other=0)
-        root = tl.load(origin.positions + request.to(tl.int64) * NODES, mask=in_batch, other=0)
-        recover = d.philox_uniform(seed, root, _RECOVER)
-        uniform = tl.where(whole, d.philox_uniform(seed, root, _BONUS), recover)
-    return uniform
-
-
-@triton.jit
 def _sampled_token(
     source, sums_ptr, temperature, kept, entry, row, of_draft, entries, active, uniform,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, PROBS: tl.constexpr, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr,
@@ -276,7 +262,9 @@ def _finish_kernel(
     usable = tl.load(of.valid + row, mask=in_batch, other=0) != 0
     whole = tau == reach
     kept = tl.load(judged_ptr + row, mask=in_batch, other=1.0)
-    uniform = _finishing_uniform(origin, request, in_batch, whole, NODES)
+    place = request * (NODES + 1) + NODES - 1 + whole.to(tl.int32)
+    stream = tl.where(whole, _BONUS, _RECOVER)  # of the bonus, or of the token in place of the rejected draft
+    uniform = d.keyed_uniform(origin, place, request, request.to(tl.int64) * NODES, in_batch, stream)
     entry = request if ROWS == 1 else row
     of_draft = v.draft_row(of.draft_rows, request, tau, in_batch & (whole == 0), NODES, DRAFT_ROWS)
     sampled = _sampled_token(

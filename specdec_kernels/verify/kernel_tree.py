@@ -89,7 +89,6 @@ class _Static(NamedTuple):
     BLOCK_N: int
     BLOCK_D: int
     BLOCK_V: int
-    STAGES: int
 
 
 class _Batch(NamedTuple):
@@ -145,9 +144,8 @@ def _mass(source, node, rate, asks, word, SLOPE: tl.constexpr, STATIC: tl.conste
     terms = _node_terms(source, node, asks & (rate >= 0))
     mass = tl.full([rate.shape[0], STATIC.BLOCK_V], 0, tl.int64)
     slope = mass
-    for start in tl.range(
-        tl.program_id(0) * STATIC.BLOCK_V, STATIC.VOCAB, source.splits * STATIC.BLOCK_V, num_stages=STATIC.STAGES
-    ):
+    first, step = tl.program_id(0) * STATIC.BLOCK_V, source.splits * STATIC.BLOCK_V
+    for start in tl.range(first, STATIC.VOCAB, step, num_stages=1):
         column = start + lane
         inside = column < STATIC.VOCAB
         p = v.target_prob(source, terms, node.row[:, None], column, both & inside, STATIC.PROBS)
@@ -622,7 +620,7 @@ def judge_tree(
     static = _Static(
         NODES=num_nodes, DEPTH=max_depth, DRAFT_ROWS=of.draft.shape[1], VOCAB=vocab, PROBS=call.probabilities,
         WORDS=num_words, RULE=rule, BOTTOM_UP=bottom_up, BLOCK_B=block_b, BLOCK_N=lanes(num_nodes),
-        BLOCK_D=lanes(max_depth + 1), BLOCK_V=block_v, STAGES=config.pass_stages,
+        BLOCK_D=lanes(max_depth + 1), BLOCK_V=block_v,
     )  # fmt: skip
     launch(
         _bottom_up_kernel if bottom_up else _top_down_kernel, (splits, triton.cdiv(batch, block_b)), call.tokens,

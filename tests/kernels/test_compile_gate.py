@@ -121,7 +121,7 @@ def test_attention_compiles_for_every_pair_of_query_and_cache_types(tmp_path: Pa
 
         def pair(job):
             types = dict(job.signature)
-            return types["q_ptr"], types["kv_ptr"]
+            return types["tensors"].q, types["kv_ptr"]
 
         found = jobs_of("attention", list(CHIPS))
         halves = ("*bf16", "*fp16", "*fp32")

@@ -320,8 +320,8 @@ def test_a_largest_logit_has_the_bits_of_the_logits() -> None:
 def test_few_rows_are_computed_by_the_kernels() -> None:
     """What goes to torch instead has the same numbers."""
 
-    def kernels_of(rows: int, dtype: torch.dtype = torch.float32) -> list[list[str]]:
-        make = Maker.seeded("cpu", dtype)
+    def kernels_of(rows: int) -> list[list[str]]:
+        make = Maker.seeded("cpu")
         normed, exchanged = normed_inputs(make, rows, 96, 1100), exchange_inputs(make, rows, 96, capacity=rows)
         x, weight, end = normed["x"], normed["weight"], [normed[key] for key in ("residual", "norm_weight", "eps")]
         calls = (
@@ -342,7 +342,6 @@ def test_few_rows_are_computed_by_the_kernels() -> None:
     largest = ["_argmax_kernel", "_argmax_of_tiles_kernel"]
     assert kernels_of(4) == [product, product, [*product, "_norm_kernel"], [*product, *exchange], largest]
     assert kernels_of(MAX_KERNEL_ROWS + 2) == [[], ["_silu_mul_kernel"], ["_norm_kernel"], exchange, []]
-    assert kernels_of(4, torch.float64) == [[]] * 5
 
 
 def test_float64_is_computed_by_the_definition() -> None:
@@ -350,7 +349,7 @@ def test_float64_is_computed_by_the_definition() -> None:
     x, weight, residual = maker.normal(3, 64), maker.normal(48, 64), maker.normal(3, 48)
     found, expected = (
         linear_add_rms_norm(x, weight, residual, maker.tensor([1.5] * 48, torch.float64), 1e-6, impl=impl)
-        for impl in ("triton", "reference")
+        for impl in ("auto", "reference")
     )
     assert found.normed.dtype == torch.float64
     assert torch.equal(found.normed, expected.normed) and torch.equal(found.residual, expected.residual)

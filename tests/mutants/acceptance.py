@@ -161,7 +161,7 @@ OTHERS = (
     ),
     _kernel(
         "bonus_shares_the_recovery_stream",
-        "uniform = {{tl.where(whole, d.philox_uniform(seed, root, _BONUS), recover) -> recover}}",
+        "stream = {{tl.where(whole, _BONUS, _RECOVER) -> _RECOVER}}",
         _case("rejection_same", "block_same"),
         "the bonus is keyed like a replacement",
     ),

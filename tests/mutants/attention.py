@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     _kernel(
         "mask_row_of_the_first_request",
-        "mask_row = call.mask + request * {{num_nodes * STATIC.WORDS -> 0}}",
+        "mask_row = call.of.mask + request * {{num_nodes * STATIC.WORDS -> 0}}",
         _case("tree_odd"),
         "every request uses the tree of the first",
     ),
@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     _kernel(
         "key_scale_of_the_first_head",
-        "score_scale *= tl.load(call.k_scale{{ + item.kv_head -> }})",
+        "score_scale *= tl.load(call.of.k_scale{{ + item.kv_head -> }})",
         _case("fp8_scales"),
         "all heads of an fp8 pool use the scale of the first",
     ),

@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "lattice_uniform_of_another_node",
         _KERNEL,
-        "uniform = d.philox_uniform(seed, position, _DRAFT, place + 1)",
-        "uniform = d.philox_uniform(seed, position, _DRAFT, place)",
+        "uniform = d.keyed_uniform(draws, at, request, request, in_batch, _DRAFT, place + 1)",
+        "uniform = d.keyed_uniform(draws, at, request, request, in_batch, _DRAFT, place)",
         _case("sample_odd"),
         "the key of a node's uniform differs from that of the other samplers",
     ),

@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     _kernel_sample(
         "siblings_share_their_noise",
-        "uniform = d.philox_uniform(seed, position, _DRAFT, child{{ ->  * 0}})",
+        "request, request, wanted, _DRAFT, child{{ ->  * 0}})",
         parity("tree", "sample_small_again"),
         "all children of a step are drawn with one uniform",
     ),

@@ -63,8 +63,8 @@ MUTANTS = (
     ),
     _topk(
         "topk_tail_of_the_vocabulary",
-        'return tl.load(logits_ptr + row_offset + column, mask=column < VOCAB, other={{float("-inf") -> '
-        "0.0}}).to(tl.float32)",
+        "logit = {{ -> tl.where(column >= VOCAB, 0.0, }}d.load_entries(logits_ptr, row, column, row_stride, "
+        "column < VOCAB){{ -> )}}",
         _case("topk_odd"),
         "historical: lanes past the vocabulary win against negative logits (vLLM GHSA-8wr5-jm2h-8r4f)",
     ),

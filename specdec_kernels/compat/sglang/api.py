@@ -25,7 +25,17 @@ from specdec_kernels.checks import (
     expect_tensors,
 )
 from specdec_kernels.compat.sglang.reference import copy_links
-from specdec_kernels.compat.sglang.types import INTEGERS, BuiltTree, Outcome, Sampling, Selected, Tree, TreeMaskMode
+from specdec_kernels.compat.sglang.types import (
+    INTEGERS,
+    BuiltTree,
+    Outcome,
+    Sampling,
+    Selected,
+    Tree,
+    TreeMaskMode,
+    by_request,
+)
+from specdec_kernels.kv_index.reference import owners
 from specdec_kernels.launch import dispatch
 from specdec_kernels.sampling import top_k_renorm, top_p_renorm
 from specdec_kernels.tree import links_from_mask
@@ -71,8 +81,8 @@ def build_tree_kernel_efficient(
     expect_nodes("draft_token_num", draft_token_num)
     expect_at_least("topk", topk, 1)
     batch, rows = parent_list.shape[0], min(topk * (depth - 1) + 1, parent_list.shape[1])
-    selected_index = _first_rows("selected_index", selected_index, batch, draft_token_num - 1)
-    parent_list = _first_rows("parent_list", parent_list, batch, rows)
+    selected_index = by_request("selected_index", selected_index, batch, draft_token_num - 1, torch.int64)
+    parent_list = by_request("parent_list", parent_list, batch, rows, torch.int64)
     expect_same_device(verified_seq_len=verified_seq_len, parent_list=parent_list, selected_index=selected_index)
     lengths = _lengths(verified_seq_len, batch)
     mode = TreeMaskMode(tree_mask_mode)
@@ -202,15 +212,12 @@ def segment_packbits(
         input_indptr=(input_indptr, (batch_size + 1,), torch.int32),
         output_indptr=(output_indptr, (batch_size + 1,), torch.int32),
     )
-    place = torch.arange(y.shape[0], device=x.device)
-    segment = torch.searchsorted(output_indptr[1:].contiguous(), place.int(), right=True)
-    owned = segment < input_indptr.shape[0] - 1
+    segment, column, owned = owners(output_indptr, y.shape[0])
     if x.shape[0] == 0 or input_indptr.shape[0] < 2:
         y.copy_(torch.where(owned, 0, y))
         return
-    segment = torch.where(owned, segment, 0)
     bit = torch.arange(8, device=x.device)
-    flag = (input_indptr[segment] + 8 * (place - output_indptr[segment]))[:, None] + bit
+    flag = (input_indptr[segment] + 8 * column)[:, None] + bit
     inside = owned[:, None] & (flag < input_indptr[segment + 1][:, None]) & (flag < x.shape[0])
     bits = torch.where(inside, (x[flag.clamp(0, x.shape[0] - 1)] != 0).long(), 0)
     y.copy_(torch.where(owned, (bits << bit).sum(1), y.long()).to(torch.uint8))
@@ -230,14 +237,6 @@ def _per_row(value: Tensor | float, probs: Tensor, dtype: torch.dtype) -> Tensor
     if isinstance(value, Tensor):
         return value.to(dtype)
     return torch.full((probs.shape[0],), value, dtype=dtype, device=probs.device)
-
-
-def _first_rows(name: str, tensor: Tensor, batch: int, width: int) -> Tensor:
-    """The first `batch * width` entries of `tensor` as [batch, width]."""
-    if tensor.numel() < batch * width:
-        raise ValueError(f"{name}: expected at least {batch} x {width} entries, got shape {list(tensor.shape)}")
-    expect_dtype(name, tensor, torch.int64)
-    return tensor.reshape(-1)[: batch * width].view(batch, width)
 
 
 def _lengths(verified_seq_len: Tensor, batch: int) -> Tensor:

@@ -17,14 +17,13 @@ from torch import Tensor
 from specdec_kernels.checks import (
     expect_at_least,
     expect_at_least_one,
-    expect_dtype,
     expect_same_device,
     expect_shape,
     expect_strided,
     expect_tensors,
 )
 from specdec_kernels.compat.sglang.reference import branch_start, put, table_entries, write_spans
-from specdec_kernels.compat.sglang.types import INT32_MAX, INTEGERS, Grid, Sequences, Spans, launched
+from specdec_kernels.compat.sglang.types import INT32_MAX, INTEGERS, Grid, Sequences, Spans, by_request, launched
 from specdec_kernels.launch import dispatch
 
 
@@ -250,7 +249,7 @@ def align_evict_mask_to_page_size(
         evict_mask: [bs * num_draft_tokens] bool, True frees a slot; the others are a prefix. Written in place.
     """
     expect_at_least_one(page_size=page_size)
-    flags = _by_request("evict_mask", evict_mask, seq_lens.shape[0], num_draft_tokens, torch.bool)
+    flags = by_request("evict_mask", evict_mask, seq_lens.shape[0], num_draft_tokens, torch.bool)
     kept = (~flags).sum(1)
     first = torch.div(seq_lens + kept - 1, page_size, rounding_mode="floor") * page_size - seq_lens
     node = torch.arange(num_draft_tokens, device=flags.device)
@@ -270,8 +269,8 @@ def align_evict_mask_to_page_size_simple_eagle(
     """Clear the evict flags [bs * num_draft_tokens] of every page that holds a kept slot, for any
     order of the slots; in place."""
     batch = grid[0] if grid else evict_mask.shape[0] // max(num_draft_tokens, 1)
-    flags = _by_request("evict_mask", evict_mask, batch, num_draft_tokens, torch.bool)
-    slots = _by_request("out_cache_loc", out_cache_loc, batch, num_draft_tokens)
+    flags = by_request("evict_mask", evict_mask, batch, num_draft_tokens, torch.bool)
+    slots = by_request("out_cache_loc", out_cache_loc, batch, num_draft_tokens)
     pages = torch.div(slots, page_size, rounding_mode="floor")
     kept = ((pages[:, :, None] == pages[:, None, :]) & ~flags[:, None, :]).any(2)
     flags.copy_(flags & ~kept)
@@ -283,7 +282,7 @@ def fill_bonus_tokens(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: 
 
     `accept_tokens` [bs, accept_stride] (or flat) holds the accepted tokens of each request, then anything.
     """
-    rows = _by_request("accept_tokens", accept_tokens.reshape(-1), accept_lens.shape[0], accept_stride)
+    rows = by_request("accept_tokens", accept_tokens, accept_lens.shape[0], accept_stride)
     last = rows.gather(1, (accept_lens.long() - 1).clamp(0, accept_stride - 1)[:, None])[:, 0]
     bonus_tokens.copy_(torch.where(accept_lens > 0, last.to(bonus_tokens.dtype), bonus_tokens))
 
@@ -313,7 +312,7 @@ def get_target_cache_loc(
 ) -> None:
     """The first accept_length + 1 of each request's `num_verify_tokens` slots into `tgt_cache_loc`, and its last
     `to_free_num_slots` into `to_free_slots`."""
-    slots = _by_request("out_cache_loc", out_cache_loc, accept_length.shape[0], num_verify_tokens)
+    slots = by_request("out_cache_loc", out_cache_loc, accept_length.shape[0], num_verify_tokens)
     _flat(slots, tgt_cache_loc=tgt_cache_loc, to_free_slots=to_free_slots)
     rows, freed = torch.arange(slots.shape[0], device=slots.device), to_free_num_slots
     _read(Spans(slots, rows, torch.zeros_like(rows), accept_length + 1, tgt_cache_loc), impl)
@@ -428,13 +427,6 @@ def _table(req_to_token: Tensor, pool_len: int | None, **flat: Tensor) -> Tensor
 def _flat(like: Tensor, **tensors: Tensor) -> None:
     """Raise ValueError unless the tensors are contiguous integers [size] on the device of `like`."""
     expect_tensors({"per_request": like}, **{name: (tensor, (None,), INTEGERS) for name, tensor in tensors.items()})
-
-
-def _by_request(name: str, flat: Tensor, batch: int, width: int, *dtypes: torch.dtype) -> Tensor:
-    """The first `batch * width` entries as [batch, width]."""
-    expect_dtype(name, flat, *(dtypes or INTEGERS))
-    expect_at_least(f"{name}'s entries", flat.shape[0], batch * width)
-    return flat[: batch * width].view(batch, width)
 
 
 def _steps(array: Tensor, stride: int | None) -> Tensor:

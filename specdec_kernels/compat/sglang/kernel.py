@@ -74,25 +74,25 @@ def _verify_greedy_kernel(
     target = wide_entry(targets, node, accepted)
     child = entry(children, node, accepted)
     path_ptr = outcome.accept_index + request * PATH
-    tl.store(path_ptr, last.to(outcome.accept_index.dtype.element_ty), mask=live)
+    tl.store(path_ptr, last, mask=live)
     visits = NODES - 1
     active = _goes_on(live, child, accepted, PATH)
     while (visits > 0) & (tl.max(active.to(tl.int32), 0) > 0):
         token = wide_entry(tokens, node, child)
         hit = active & (token == target)
         inside = hit & (last >= 0) & (last < flat_nodes)
-        tl.store(outcome.predicts + last, token.to(outcome.predicts.dtype.element_ty), mask=inside)
+        tl.store(outcome.predicts + last, token, mask=inside)
         last = tl.where(hit, wide_entry(flat, node, child), last)
         accepted += hit.to(tl.int32)
-        tl.store(path_ptr + accepted, last.to(outcome.accept_index.dtype.element_ty), mask=hit)
+        tl.store(path_ptr + accepted, last, mask=hit)
         target = tl.where(hit, wide_entry(targets, node, child), target)
         onward = tl.where(hit, entry(children, node, child), entry(siblings, node, child))
         child = tl.where(active, onward, child)
         active = _goes_on(live, child, accepted, PATH)
         visits -= 1
     inside = live & (last >= 0) & (last < flat_nodes)
-    tl.store(outcome.predicts + last, target.to(outcome.predicts.dtype.element_ty), mask=inside)
-    tl.store(outcome.accept_token_num + request, accepted.to(outcome.accept_token_num.dtype.element_ty), mask=live)
+    tl.store(outcome.predicts + last, target, mask=inside)
+    tl.store(outcome.accept_token_num + request, accepted, mask=live)
 
 
 @triton.jit(do_not_specialize=["batch", "flat_nodes", "threshold_single", "threshold_acc"])
@@ -115,7 +115,7 @@ def _sample_walk_kernel(
     last = tl.load(tree.retrive_index + request * NODES, mask=live, other=-1).to(tl.int64)
     child = _link(tl.load(tree.next_token + request * NODES, mask=live, other=-1).to(tl.int64), NODES)
     path_ptr = outcome.accept_index + request * PATH
-    tl.store(path_ptr, last.to(outcome.accept_index.dtype.element_ty), mask=live)
+    tl.store(path_ptr, last, mask=live)
     accepted = request * 0
     node = request * 0
     visits = NODES - 1
@@ -136,10 +136,10 @@ def _sample_walk_kernel(
         # A duplicate sibling reads this entry again, and a lane may be held by more than one thread.
         tl.debug_barrier()
         inside = hit & (last >= 0) & (last < flat_nodes)
-        tl.store(outcome.predicts + last, token.to(outcome.predicts.dtype.element_ty), mask=inside)
+        tl.store(outcome.predicts + last, token, mask=inside)
         visited = request * NODES + child
         last = tl.where(hit, tl.load(tree.retrive_index + visited, mask=hit, other=-1).to(tl.int64), last)
-        tl.store(path_ptr + accepted + 1, last.to(outcome.accept_index.dtype.element_ty), mask=hit)
+        tl.store(path_ptr + accepted + 1, last, mask=hit)
         accepted += hit.to(tl.int64)
         node = tl.where(hit, child, node)
         uniform = tl.where(hit, tl.load(given.uniforms + visited, mask=hit, other=1.0), uniform)
@@ -151,7 +151,7 @@ def _sample_walk_kernel(
         visits -= 1
     tl.store(end.node + request, node.to(tl.int32), mask=live)
     tl.store(end.last + request, last, mask=live)
-    tl.store(outcome.accept_token_num + request, accepted.to(outcome.accept_token_num.dtype.element_ty), mask=live)
+    tl.store(outcome.accept_token_num + request, accepted, mask=live)
 
 
 @triton.jit
@@ -230,9 +230,7 @@ def _final_token_kernel(
     largest = tl.min(tl.where(tops == tl.max(tops, 0), args, VOCAB), 0)
     sampled = tl.where(sampled >= 0, sampled, largest)
     last = tl.load(end.last + request)
-    tl.store(
-        outcome.predicts + last, sampled.to(outcome.predicts.dtype.element_ty), mask=(last >= 0) & (last < flat_nodes)
-    )
+    tl.store(outcome.predicts + last, sampled, mask=(last >= 0) & (last < flat_nodes))
 
 
 def verify_tree_greedy(outcome: Outcome, tree: Tree, target_predict: torch.Tensor) -> None:

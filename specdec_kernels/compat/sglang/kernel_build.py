@@ -83,7 +83,7 @@ def _store_mask(
     number = tl.arange(0, bits.shape[2])[None, None, :]
     if MODE == _PACKED:
         word = tl.sum(tl.where(number == 0, bits, 0), 2)
-        tl.store(out_mask_ptr + row, word.to(out_mask_ptr.dtype.element_ty), mask=live)
+        tl.store(out_mask_ptr + row, word, mask=live)
     else:
         start = row * NODES
         if MODE == _FULL:  # before the cells of a row lie the prefixes of all rows up to it
@@ -138,12 +138,10 @@ def _build_kernel(
         climbing = (ancestor > 0) & (steps < depth)
 
     place = request.to(tl.int64) * NODES + node
-    tl.store(out.positions + place, (length + steps).to(out.positions.dtype.element_ty), mask=live)
-    tl.store(out.retrive_index + place, place.to(out.retrive_index.dtype.element_ty), mask=live)
-    child = tl.where(first_child < NODES, first_child, -1)
-    tl.store(out.next_token + place, child.to(out.next_token.dtype.element_ty), mask=live)
-    sibling = tl.where(next_sibling < NODES, next_sibling, -1)
-    tl.store(out.next_sibling + place, sibling.to(out.next_sibling.dtype.element_ty), mask=live)
+    tl.store(out.positions + place, length + steps, mask=live)
+    tl.store(out.retrive_index + place, place, mask=live)
+    tl.store(out.next_token + place, tl.where(first_child < NODES, first_child, -1), mask=live)
+    tl.store(out.next_sibling + place, tl.where(next_sibling < NODES, next_sibling, -1), mask=live)
     _store_mask(out_mask_ptr, lengths_ptr, bits, length, request, node, batch, NODES, MODE, BLOCK_B, CELLS)
 
 

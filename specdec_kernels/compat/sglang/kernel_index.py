@@ -77,7 +77,7 @@ def _gather_kernel(
         if table_ptr is not None:
             row = tl.load(rows_ptr + request, mask=owned, other=-1)
             value = _table_entry(table_ptr, row, value, owned, num_rows, width)
-        tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=owned)
+        tl.store(out_ptr + place, value, mask=owned)
 
 
 def read_spans(spans: Spans) -> None:

@@ -13,6 +13,7 @@ from specdec_kernels.compat.sglang.types import (
     Tree,
     TreeMaskMode,
 )
+from specdec_kernels.kv_index.reference import offsets_of, owners
 from specdec_kernels.tree.reference import links_of
 
 
@@ -193,8 +194,8 @@ def put(flat: Tensor, place: Tensor, value: Tensor, live: Tensor) -> None:
 def read_spans(spans: Spans) -> None:
     """Table entries of all spans into `values`, 0 outside of the table."""
     table, rows, start, counts, out, offsets = spans
-    offsets = _offsets(counts, out.shape[0]) if offsets is None else offsets
-    span, column, owned = _owners(offsets, out.shape[0])
+    offsets = offsets_of(counts, out.shape[0]) if offsets is None else offsets
+    span, column, owned = owners(offsets, out.shape[0])
     owned = owned & (column < _picked(counts, span))
     values = _picked(start, span).long().clamp(min=0) + column
     if table is not None and rows is not None:
@@ -207,7 +208,7 @@ def write_spans(spans: Spans) -> None:
     table, rows, start, counts, values, _ = spans
     assert table is not None and rows is not None
     num_rows, width = table.shape
-    span, column, owned = _owners(_offsets(counts, values.shape[0]), values.shape[0])
+    span, column, owned = owners(offsets_of(counts, values.shape[0]), values.shape[0])
     row, position = _picked(rows, span).long(), _picked(start, span).long() + column
     owned = owned & (row >= 0) & (row < num_rows) & (position >= 0) & (position < width)
     put(table.view(-1), row * width + position, values, owned)
@@ -221,29 +222,14 @@ def list_sequences(sequences: Sequences) -> None:
     number = torch.arange(repeat, device=table.device).repeat(rows.shape[0])
     kept, first_draft = length.clamp(max=limit), branch_start(length, number, num_steps, page_size)
     for step, (ends, out) in enumerate(zip(indptr, indices, strict=True)):
-        offsets = _offsets(kept + 1 + step + growth * number, out.shape[0])
+        offsets = offsets_of(kept + 1 + step + growth * number, out.shape[0])
         ends[: len(offsets)] = offsets
-        owner, column, owned = _owners(offsets, out.shape[0])
+        owner, column, owned = owners(offsets, out.shape[0])
         prefix = _picked(kept, owner)
         early = torch.where(column < sink, column, column + _picked(length, owner) - prefix)
         position = torch.where(column < prefix, early, _picked(first_draft, owner) + column - prefix)
         values = table_entries(table, _picked(rows, owner // repeat), position)
         out.copy_(torch.where(owned, values, out))
-
-
-def _offsets(counts: Tensor, capacity: int) -> Tensor:
-    """[B + 1] int32 exclusive sums, none above `capacity`."""
-    ends = counts.long().clamp(min=0).cumsum(0).clamp(max=capacity)
-    return torch.cat([ends.new_zeros(1), ends]).int()
-
-
-def _owners(offsets: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Owning span of every place (0 for none), column in it, and whether there is one."""
-    place = torch.arange(capacity, device=offsets.device)
-    span = torch.searchsorted(offsets[1:].contiguous(), place.to(offsets.dtype), right=True)
-    owned = span < offsets.shape[0] - 1
-    span = torch.where(owned, span, 0)
-    return span, place - offsets[span], owned
 
 
 def table_entries(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_same_device, expect_tensors
+from specdec_kernels.checks import expect_at_least, expect_dtype, expect_same_device, expect_tensors
 
 INT32_MAX = 2**31 - 1
 INTEGERS = (torch.int32, torch.int64)
@@ -101,6 +101,13 @@ class Sequences(NamedTuple):
     page_size: int = 1
     limit: int = INT32_MAX
     sink: int = 0
+
+
+def by_request(name: str, tensor: Tensor, batch: int, width: int, *dtypes: torch.dtype) -> Tensor:
+    """The first `batch * width` entries as [batch, width]."""
+    expect_dtype(name, tensor, *(dtypes or INTEGERS))
+    expect_at_least(f"{name}'s entries", tensor.numel(), batch * width)
+    return tensor.reshape(-1)[: batch * width].view(batch, width)
 
 
 class Launcher:
