@@ -106,8 +106,9 @@ def _weights(value, chosen, OF_CHOSEN: tl.constexpr, RENORMALISE: tl.constexpr):
 
 @triton.jit
 def _write_schedule(
-    schedule, chosen, rank, row, idle, capacity, EXPERTS: tl.constexpr, TOPK: tl.constexpr, BLOCK_E: tl.constexpr
-):
+    order_ptr, starts_ptr, items_ptr, num_items_ptr, num_touched_ptr, chosen, rank, row, idle, capacity,
+    EXPERTS: tl.constexpr, TOPK: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """The schedule of rows so few that an expert has one item: `chosen` [T, BLOCK_E], and `idle` [T] without expert."""
     expert = tl.arange(0, BLOCK_E)
     took = chosen.to(tl.int32)
@@ -117,22 +118,22 @@ def _write_schedule(
     before, idle_before = 0 * took, 0 * row
     if took.shape[0] > 1:
         before, idle_before = tl.cumsum(took, 0) - took, tl.cumsum(idle.to(tl.int32), 0) - idle.to(tl.int32)
-    tl.store(schedule.order + start[None, :] + before, assignment, mask=chosen)
+    tl.store(order_ptr + start[None, :] + before, assignment, mask=chosen)
     last = total + idle_before[:, None] * TOPK + rank
-    tl.store(schedule.order + last, assignment, mask=idle[:, None] & (rank < TOPK))
-    tl.store(schedule.starts + expert, start, mask=expert < EXPERTS)
-    tl.store(schedule.starts + EXPERTS, total)
+    tl.store(order_ptr + last, assignment, mask=idle[:, None] & (rank < TOPK))
+    tl.store(starts_ptr + expert, start, mask=expert < EXPERTS)
+    tl.store(starts_ptr + EXPERTS, total)
     used = counts > 0
     touched = tl.sum(used.to(tl.int32), 0)
-    tl.store(schedule.num_items, touched)
-    tl.store(schedule.num_touched, touched)
-    entry = schedule.items + (tl.cumsum(used.to(tl.int32), 0) - used.to(tl.int32)) * 3
+    tl.store(num_items_ptr, touched)
+    tl.store(num_touched_ptr, touched)
+    entry = items_ptr + (tl.cumsum(used.to(tl.int32), 0) - used.to(tl.int32)) * 3
     tl.store(entry, expert, mask=used)
     tl.store(entry + 1, start, mask=used)
     tl.store(entry + 2, start + counts, mask=used)
     for first in tl.range(0, capacity, BLOCK_E):
         rest = first + expert
-        entry, here = schedule.items + rest * 3, (rest >= touched) & (rest < capacity)
+        entry, here = items_ptr + rest * 3, (rest >= touched) & (rest < capacity)
         tl.store(entry, EXPERTS + 0 * rest, mask=here)
         tl.store(entry + 1, 0 * rest, mask=here)
         tl.store(entry + 2, 0 * rest, mask=here)
@@ -187,7 +188,11 @@ def _route_kernel(
     tl.store(out.weights + at, tl.where(real[:, None], weight, 0.0), mask=there[:, None] & chosen)
     if schedule is not None:
         idle = there & (real == 0)
-        _write_schedule(schedule, chosen & real[:, None], rank, row, idle, capacity, EXPERTS, TOPK, BLOCK_E)
+        # Field by field: Triton 3.6 passes on no record with a field of None.
+        _write_schedule(
+            schedule.order, schedule.starts, schedule.items, schedule.num_items, schedule.num_touched,
+            chosen & real[:, None], rank, row, idle, capacity, EXPERTS, TOPK, BLOCK_E,
+        )  # fmt: skip
 
 
 def _empty(logits: Tensor, routing: Routing) -> Routed:
