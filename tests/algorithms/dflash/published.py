@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ class Original:
         shape, anchor = self.shape, len(text) - 1
         context = torch.zeros(0, HIDDEN, dtype=torch.float64)
         if anchor:
-            states = hidden_states(text[:anchor])
+            states = hidden_states(*text[:anchor])
             read = torch.cat([states[i] for i in shape.hidden_states], -1)
             context = rms(read @ self.w["fc.weight"].T, self.w["hidden_norm.weight"])
         x = self.embedding[[text[-1]] + [self.mask] * (shape.block_size - 1)] * (shape.selector or [1])[0]
@@ -323,7 +324,8 @@ class Original:
         return torch.cat(found)
 
 
-def hidden_states(text: list[int]) -> dict[int, Tensor]:
+@cache
+def hidden_states(*text: int) -> dict[int, Tensor]:
     """Of the target, by the index that transformers gives them; -1 is the last layer's output before the norm."""
     last, layers = CONFIG.num_layers, range(CONFIG.num_layers)
     tokens = torch.tensor([text])

@@ -163,7 +163,7 @@ class OriginalHead:
         """[D, V]: logits of the first D drafts after `text`, each after the `drafts` before it; -inf for ids that the
         head does not know."""
         known = len(text) - 1
-        states = hidden_states(text)
+        states = hidden_states(*text)
         read = self.fuse(torch.cat([states[i][:known] for i in self.shape.hidden_states], -1))
         rows = (
             self.in_one_pass(text, read, len(drafts)) if self.shape.in_one_pass else self.chain_rows(text, read, drafts)
