@@ -98,7 +98,7 @@ def check_trees(
             along = [tokens[node] for node in path]
             shares = original.logits(text, along).softmax(-1)[torch.arange(len(along)), along]
             shares = shares if sure is None else shares * sure(text, along)
-            torch.testing.assert_close(probs[path].double(), shares.cumprod(0), rtol=1e-3, atol=0)
+            torch.testing.assert_close(probs[path].double(), shares.cumprod(0).double(), rtol=1e-3, atol=0)
 
 
 def check_kernels(make: Callable[[], Algorithm], target: Target, **kernels: Any) -> None:

@@ -30,7 +30,7 @@ from experiments.app.task_schema import LosslessnessTask
 from experiments.report.checks import LOW_ACCEPTANCE
 from experiments.report.html_page import render
 from experiments.report.plots import Series, chart
-from experiments.report.tables import Column, Metric, console_table, csv_text, markdown
+from experiments.report.tables import Column, console_table, csv_text, markdown
 from experiments.tasks import base, distribution, kv_scales, numerical_tie
 from experiments.tasks.base import Task, agreed
 from experiments.tasks.compare import Compare
@@ -523,20 +523,6 @@ def test_tables_keep_cells_apart() -> None:
     assert read[0] == {"a": "x|y", "n": "1", "deep/er": "2", "deep/list": "[1, null]"}
     assert read[1] == {"a": 'q"\n', "n": "2", "deep/er": "", "deep/list": ""}
     assert console_table("t", columns, rows).row_count == 2
-
-
-def test_narrow_terminals_break_headings_between_words() -> None:
-    rows = [{"method": "autoregressive", "ms": 1234.5, "speedup": 1.25}]
-    columns = [
-        Metric("", "method").column("method", numeric=False),
-        Metric("", "between tokens ms").column("ms", numeric=True),
-        Metric("", "decode speedup", digits=2).column("speedup", numeric=True),
-    ]
-    console = Console(file=io.StringIO(), width=46)
-    console.print(console_table("t", columns, rows))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for word in ("autoregressive", "between", "tokens", "decode", "speedup", "1,234.5", "1.25"):
-        assert word in shown, shown
 
 
 def test_warm_up_prefills_every_size_that_is_compiled() -> None:

@@ -224,37 +224,29 @@ def test_eagle3_of_another_width_with_its_own_embedding(tmp_path: Path, target: 
 
 
 @pytest.mark.parametrize(
-    ("edits", "parts"),
+    ("kind", "edits", "parts"),
     [
-        ({"fc__bias": None}, ("lack tensors", "fc.bias")),
-        ({"fc__weight": torch.zeros(32, 63)}, ("'fc.weight'", "[32, 64]", "[32, 63]")),
-        ({"layers__0__input_layernorm__weight": torch.ones(32)}, ("unknown", "input_layernorm")),
-        ({"fc__weight": None}, ("not an EAGLE head", "architectures")),
+        ("EAGLE", {"fc__bias": None}, ("lack tensors", "fc.bias")),
+        ("EAGLE", {"fc__weight": torch.zeros(32, 63)}, ("'fc.weight'", "[32, 64]", "[32, 63]")),
+        ("EAGLE", {"layers__0__input_layernorm__weight": torch.ones(32)}, ("unknown", "input_layernorm")),
+        ("EAGLE", {"fc__weight": None}, ("not an EAGLE head", "architectures")),
+        ("EAGLE-3", {"d2t": None}, ("lack tensors", "d2t")),
+        ("EAGLE-3", {"d2t": torch.zeros(DRAFT_VOCAB)}, ("'d2t'", "dtype", "I64")),
+        ("EAGLE-3", {"d2t": vocabulary(272)}, ("vocabulary contradicts itself", "t2d marks 40 ids")),
+        ("EAGLE-3", {"lm_head__weight": torch.zeros(DRAFT_VOCAB + 1, 32)}, ("lm_head", "[40, 32]", "[41, 32]")),
+        ("EAGLE-3", {"lm_head__weight": None}, ("do not fit", "draft_vocab_size", "272", "40")),
+        ("EAGLE-3", {"midlayer__self_attn__q_proj__weight": torch.zeros(64, 32)}, ("q_proj", "[64, 64]", "[64, 32]")),
     ],
-    ids=["missing", "wrong size", "an input norm it must not have", "no fusion"],
 )
-def test_unfit_eagle_weights(tmp_path: Path, target: Target, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
-    write_eagle(tmp_path / "head", EagleConfig(head_config()))
+def test_unfit_weights(
+    tmp_path: Path, target: Target, kind: str, edits: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    if kind == "EAGLE":
+        write_eagle(tmp_path / "head", EagleConfig(head_config()))
+    else:
+        write_eagle3(tmp_path / "head", eagle3_config())
     change_weights(tmp_path / "head", **edits)
-    refusal(lambda: load_eagle(tmp_path / "head", target, "cpu", torch.float32), *parts)
-
-
-@pytest.mark.parametrize(
-    ("edits", "parts"),
-    [
-        ({"d2t": None}, ("lack tensors", "d2t")),
-        ({"d2t": torch.zeros(DRAFT_VOCAB)}, ("'d2t'", "dtype", "I64")),
-        ({"d2t": vocabulary(272)}, ("vocabulary contradicts itself", "t2d marks 40 ids")),
-        ({"lm_head__weight": torch.zeros(DRAFT_VOCAB + 1, 32)}, ("'lm_head.weight'", "[40, 32]", "[41, 32]")),
-        ({"lm_head__weight": None}, ("do not fit", "draft_vocab_size", "272", "40")),
-        ({"midlayer__self_attn__q_proj__weight": torch.zeros(64, 32)}, ("q_proj", "[64, 64]", "[64, 32]")),
-    ],
-    ids=["no map", "map of floats", "ids for offsets", "head too large", "no head", "q of one width"],
-)
-def test_unfit_eagle3_weights(tmp_path: Path, target: Target, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
-    write_eagle3(tmp_path / "head", eagle3_config())
-    change_weights(tmp_path / "head", **edits)
-    refusal(lambda: load_eagle3(tmp_path / "head", target, "cpu", torch.float32), *parts)
+    refusal(lambda: loading.load_eagle(tmp_path / "head", target, "cpu", torch.float32, kind), *parts)
 
 
 @pytest.mark.parametrize(
