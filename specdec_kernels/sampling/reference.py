@@ -8,8 +8,8 @@ from torch import Tensor
 from specdec_kernels.sampling.types import MASK_BITS, TARGET_STREAM, Forbidden, Penalties, Picked, SamplingTensors
 
 _ROUNDS = 10
-_MULTIPLIER_A, _MULTIPLIER_B = 0xD2511F53, 0xCD9E8D57
-_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _LOW32 = 0xFFFFFFFF
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Below this a float32 temperature would be flushed to zero on some chips; the distribution at it is already one-hot.
@@ -137,27 +137,16 @@ def philox_uniform(
     output word and the upper 20 bits of the second are k < 2^52, and u = (k + 1/2) / 2^52. `seeds`, `positions` and
     `slots` are int64 of one shape, slots in [0, 2^32).
     """
-    words = [
-        positions & _LOW32,
-        (positions >> 32) & _LOW32,
-        torch.full_like(positions, stream),
-        positions * 0 if slots is None else slots,
-    ]
-    keys = [seeds & _LOW32, (seeds >> 32) & _LOW32]
+    # Of the four words of a counter, the first and third are multiplied, each by a factor of its own.
+    multiplied = torch.stack([positions & _LOW32, torch.full_like(positions, stream)])
+    others = torch.stack([(positions >> 32) & _LOW32, torch.zeros_like(positions) if slots is None else slots])
+    factors, steps = (torch.stack([torch.full_like(positions, n) for n in pair]) for pair in (_MULTIPLIERS, _KEY_STEPS))
+    keys = torch.stack([seeds & _LOW32, (seeds >> 32) & _LOW32])
     for _ in range(_ROUNDS):
-        high_a, low_a = _multiply_wide(words[0], _MULTIPLIER_A)
-        high_b, low_b = _multiply_wide(words[2], _MULTIPLIER_B)
-        words = [high_b ^ words[1] ^ keys[0], low_b, high_a ^ words[3] ^ keys[1], low_a]
-        keys = [(keys[0] + _KEY_A) & _LOW32, (keys[1] + _KEY_B) & _LOW32]
-    return ((words[0] << 21) | (words[1] >> 12 << 1) | 1).double() * 2.0**-53
-
-
-def _multiply_wide(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, in int64 arithmetic that never passes 2^63."""
-    by_low, by_high = word * (factor & 0xFFFF), word * (factor >> 16)
-    high = (by_high + (by_low >> 16)) >> 16
-    low = (by_low + ((by_high & 0xFFFF) << 16)) & _LOW32
-    return high, low
+        product = (multiplied * factors).flip(0)  # all 64 bits, whatever the sign
+        multiplied, others = (product >> 32) & _LOW32 ^ others ^ keys, product & _LOW32
+        keys = (keys + steps) & _LOW32
+    return ((multiplied[0] << 21) | (others[0] >> 12 << 1) | 1).double() * 2.0**-53
 
 
 def apply_penalties(call: Penalties) -> None:

@@ -31,7 +31,7 @@ def target() -> Target:
 def on_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the repository's root, on the CPU, without Triton's interpreter; outputs are short by default."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(SamplingParams.__init__, "__defaults__", (24, *SamplingParams.__init__.__defaults__[1:]))
+    monkeypatch.setattr(SamplingParams.__init__, "__defaults__", (12, *SamplingParams.__init__.__defaults__[1:]))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 

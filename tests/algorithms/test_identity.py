@@ -50,9 +50,9 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 SETUPS = (
     (("fa4", 1, 3), ("torch", 16, 3)),
-    (("hybrid", 16, 3), ("torch", 1, 1)),
-    (("fa4", 16, 1), ("torch", 1, 3)),
-    (("hybrid", 1, 1), ("torch", 16, 3)),
+    (("hybrid", 16, 3), ("torch", 1, 2)),
+    (("fa4", 16, 2), ("torch", 1, 3)),
+    (("hybrid", 1, 2), ("torch", 16, 3)),
 )
 """Backend, page size and batch size: every two values of different ones meet. A hybrid one drafts by `fa4`."""
 CASES = [

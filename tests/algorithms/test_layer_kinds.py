@@ -133,8 +133,7 @@ def test_padding_runs_through_no_expert(monkeypatch: pytest.MonkeyPatch, kind: s
     assert {bool(real.all()) for real, _ in seen} == {False, True}
 
 
-@pytest.mark.parametrize("graph", ["none", "step"])
-@pytest.mark.parametrize("kind", ["experts", "experts and latent"])
+@pytest.mark.parametrize(("kind", "graph"), [("experts", "none"), ("experts and latent", "step")])
 def test_touched_experts_are_counted(monkeypatch: pytest.MonkeyPatch, kind: str, graph: str) -> None:
     """Of steps alone, not of prompts before them, of captures or of padding."""
     seen: list[tuple[int, int]] = []

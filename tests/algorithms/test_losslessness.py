@@ -40,20 +40,20 @@ def test_scripted_acceptance(depth: int, pair: tuple[str, int], decoys: bool) ->
     assert len(set(counts)) >= min(depth, 3)
 
 
-@pytest.mark.parametrize("end", [*range(1, 9), 14])
-def test_end_at_each_position_of_a_block(end: int) -> None:
+@pytest.mark.parametrize("reason", ["length", "stop_token"])
+def test_end_at_each_position_of_a_block(reason: str) -> None:
     """Length limit and stop token fall on each place of a block of 7, the bonus token and its neighbours included."""
-    asked = requests(3)
-    texts = scripts(asked, written(3))
-    limited = [changed(r, max_new_tokens=end) for r in asked]
-    stopped = [changed(r, stop_token_ids=frozenset({ids[end - 1]})) for r, ids in zip(asked, written(3), strict=True)]
-    for ending, reason in ((limited, "length"), (stopped, "stop_token")):
-        alone = run(autoregressive(TARGET), ending, Setup(), TARGET).completions
-        for decoys in (False, True):
-            drafted = run(Scripted(texts, 6, decoys=decoys), ending, Setup(), TARGET).completions
-            assert [c.token_ids for c in drafted] == [c.token_ids for c in alone]
-            assert [c.text for c in drafted] == [c.text for c in alone]
-            assert {c.finish_reason for c in drafted} == {c.finish_reason for c in alone} == {reason}
+    asked, texts, ending = requests(3), scripts(requests(3), written(3)), []
+    for end in (*range(1, 9), 14):
+        for request, ids in zip(asked, written(3), strict=True):
+            change = {"max_new_tokens": end} if reason == "length" else {"stop_token_ids": frozenset({ids[end - 1]})}
+            ending.append(changed(request, id=len(ending), **change))
+    alone = run(autoregressive(TARGET), ending, Setup(max_batch=9), TARGET).completions
+    assert {c.finish_reason for c in alone} == {reason}
+    for decoys in (False, True):
+        drafted = run(Scripted(texts, 6, decoys=decoys), ending, Setup(max_batch=9), TARGET).completions
+        for ours, plain in zip(drafted, alone, strict=True):
+            assert (ours.token_ids, ours.text, ours.finish_reason) == (plain.token_ids, plain.text, reason)
 
 
 @pytest.mark.parametrize(

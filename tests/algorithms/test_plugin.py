@@ -110,25 +110,11 @@ def test_its_settings_are_checked(tmp_path: Path) -> None:
     shown(done.stderr)
 
 
-def test_an_unknown_algorithm_is_refused_with_the_installed_ones(tmp_path: Path) -> None:
-    done = command(tmp_path, install(tmp_path / "site"), "algo=eco")
-    assert done.returncode == 2 and "did you mean: algo=echo" in done.stderr
-
-
 @pytest.mark.parametrize(("entry_point", "name"), [("echo_drafter:Eco", "echo"), ("echo_drafter:Echo", "eco")])
 def test_entry_points_are_checked(tmp_path: Path, entry_point: str, name: str) -> None:
     done = command(tmp_path, install(tmp_path / "site", entry_point, name), "algo=echo")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     shown(done.stderr)
-
-
-def test_names_in_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PACKAGES_VARIABLE, "eko_drafter")
-    with pytest.raises(ValueError, match="SPECDEC_ALGORITHMS=eko_drafter: cannot be imported: No module named"):
-        available()
-    monkeypatch.setenv(PACKAGES_VARIABLE, "json")
-    with pytest.raises(ValueError, match="SPECDEC_ALGORITHMS=json: expected a subclass of Algorithm in it, found none"):
-        available()
 
 
 class Taken(NGram):

@@ -90,6 +90,14 @@ def expected() -> list[tuple[list[int], list[float]]]:
     return [plainly(request) for request in asked()]
 
 
+@cache
+def logits_by_place() -> list[list[torch.Tensor]]:
+    """[V] logits of the loop, before each token of each request."""
+    return [
+        [logits_after(r, ids[:at]) for at in range(len(ids))] for r, (ids, _) in zip(asked(), expected(), strict=True)
+    ]
+
+
 def served(maker: str, some: list[Request], setup: Setup) -> list[Completion]:
     texts = scripts(asked(), [tokens for tokens, _ in expected()])
     return run(hinted(ALL_MAKERS[maker](), texts), some, setup, TARGET).completions
@@ -107,7 +115,7 @@ def test_all_parameters_side_by_side(maker: str) -> None:
         count = request.sampling.top_logprobs
         assert len(completion.top_logprobs) == (len(tokens) if count else 0)
         for at, found in enumerate(completion.top_logprobs):
-            values, ids = logits_after(request, tokens[:at]).log_softmax(-1).topk(count)
+            values, ids = logits_by_place()[request.id][at].log_softmax(-1).topk(count)
             assert [token for token, _ in found] == ids.tolist()
             assert [value for _, value in found] == pytest.approx(values.tolist(), abs=1e-4)
     assert maker in ("autoregressive", "naive_eagle") or max(max(c.accepted_counts) for c in completions) >= 2
@@ -134,7 +142,7 @@ def test_a_difference_is_looked_at_in_the_same_logits() -> None:
     for request, (written, _) in zip(asked(), expected(), strict=True):
         for at in range(len(written)):
             found = looked_at(following([*request.prompt_ids, *written[:at]]).float(), request, written[:at])
-            assert torch.allclose(found, logits_after(request, written[:at]).float())
+            assert torch.allclose(found, logits_by_place()[request.id][at].float())
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

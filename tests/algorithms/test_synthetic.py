@@ -35,16 +35,14 @@ def test_output_is_the_targets(drafter: dict[str, object]) -> None:
 @pytest.mark.parametrize("drafter", [{}, TREE], ids=["chain", "tree"])
 def test_drafts_are_accepted_at_the_given_rates(drafter: dict[str, object]) -> None:
     """Of the steps that accepted all before it, the share that accepts draft i lies within four deviations."""
-    asked = [replace(request, id=i) for i, request in enumerate(requests(32, 80))]
-    asked = [request.with_sampling(seed=request.id) for request in asked]
-    setup = Setup(max_batch=32, max_length=128)
+    setup, asked = Setup(max_batch=96), requests(96, 30)
     found = run(synthetic(RATE, drafter=drafter), asked, setup, TARGET)
     # The end of a request cuts its last drafts off, and a path of a tree may be short.
     steps = [step for c in found.completions for step in list(zip(c.accepted_counts, c.ran_out, strict=True))[:-1]]
     for depth, rate in enumerate([*RATE, RATE[-1]][: 4 if drafter else 3], start=1):
         right = sum(n >= depth for n, _ in steps)
         tried = right + sum(n == depth - 1 and not ran_out for n, ran_out in steps)
-        assert tried > 20 and abs(right - rate * tried) <= 4 * math.sqrt(rate * (1 - rate) * tried)
+        assert tried >= 20 and abs(right - rate * tried) <= 4 * math.sqrt(rate * (1 - rate) * tried)
 
 
 def test_one_draft_of_a_depth_is_right() -> None:

@@ -19,7 +19,6 @@ import pytest
 
 from experiments.app.schema import REPO_ROOT
 from experiments.report.metrics import MethodResult
-from tests.algorithms.tiny_folders import edit_json, small_dflash_config, write_dflash, write_target
 from tests.experiments import program
 from tests.experiments.forked import fork_workers
 from tests.experiments.program import Done, Run, model_settings
@@ -117,25 +116,6 @@ def test_the_program_itself_runs_kernels_in_the_interpreter(models: Path, tmp_pa
     assert "interpreter" in done.stdout
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert "triton" in imported and "torch._dynamo" not in imported
-
-
-def refused(done: Done, home: Path, *expected: str) -> None:
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) <= 24
-    for text in expected:
-        assert text in done.stderr, done.stderr
-    assert not (home / "outputs").exists()
-
-
-def test_what_cannot_run_is_refused(run: Run, tmp_path: Path) -> None:
-    broken, other = tmp_path / "broken", write_target(tmp_path / "other")
-    write_target(broken)
-    (broken / "config.json").unlink()
-    refused(run(f"model.path={broken}"), tmp_path, "config.json", str(broken))
-    write_dflash(tmp_path / "misfit", small_dflash_config(other.config))
-    edit_json(tmp_path / "misfit" / "config.json", num_target_layers=99)
-    refused(run(f"model.draft_path={tmp_path / 'misfit'}"), tmp_path, "misfit", "99")
 
 
 def test_a_prompt_from_a_file_is_decoded(run: Run, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def load_heavy_modules() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # mutants are judged in the interpreter, on every machine alike
     os.environ["TRITON_INTERPRET"] = "1"
     sys.dont_write_bytecode = True
-    for name in ("hypothesis", "pytest", "scipy.stats", "torch", "triton", "triton.language"):
+    for name in ("hypothesis", "pytest", "scipy.special", "torch", "triton", "triton.language"):
         __import__(name)
 
 

@@ -79,8 +79,11 @@ def dense(target: Target, tokens: Tensor) -> Tensor:
     return hidden
 
 
-@pytest.mark.parametrize("options", list(OPTIONS))
-@pytest.mark.parametrize("backend, impl", [("fa4", "reference"), ("torch", "reference"), ("fa4", "triton")])
+@pytest.mark.parametrize(
+    ("backend", "impl", "options"),
+    [(backend, "reference", options) for backend in ("fa4", "torch") for options in OPTIONS]
+    + [("fa4", "triton", options) for options in ("window", "all")],
+)
 @torch.no_grad()
 def test_prefill_chain_and_tree_are_the_dense_forward(backend: str, impl: str, options: str) -> None:
     target = target_of(options)

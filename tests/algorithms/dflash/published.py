@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ class Published:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", self.config)
         generator, tensors = torch.Generator().manual_seed(seed), dict(self.added)
-        for name, shape in {**layer_shapes(), **self.shapes}.items():
+        layers = {f"layers.{i}.{name}.weight": shape for i in range(LAYERS) for name, shape in layer_shapes().items()}
+        for name, shape in {**layers, **self.shapes}.items():
             noise = torch.randn(shape, generator=generator)
             gain = 0.3 if "embed_tokens" in name else 1.5 * shape[-1] ** -0.5
             tensors[name] = 1 + 0.2 * noise if name.endswith("norm.weight") else gain * noise
@@ -99,21 +101,15 @@ def head_of_target() -> Tensor:
     return head.weight
 
 
-def layer_shapes() -> dict[str, tuple[int, ...]]:
-    layer = {
-        "input_layernorm": (HIDDEN,),
-        "post_attention_layernorm": (HIDDEN,),
-        "self_attn.q_proj": (HEADS * SIZE, HIDDEN),
-        "self_attn.k_proj": (KV_HEADS * SIZE, HIDDEN),
-        "self_attn.v_proj": (KV_HEADS * SIZE, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HEADS * SIZE),
-        "self_attn.q_norm": (SIZE,),
-        "self_attn.k_norm": (SIZE,),
-        "mlp.gate_proj": (INNER, HIDDEN),
-        "mlp.up_proj": (INNER, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INNER),
-    }
-    return {f"layers.{i}.{name}.weight": shape for i in range(LAYERS) for name, shape in layer.items()}
+def layer_shapes(inputs: int = 1, qk_norm: bool = True) -> dict[str, tuple[int, ...]]:
+    """Tensors of a decoder layer, whose attention may read an embedding and a feature."""
+    layer = {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
+    layer |= {"hidden_norm": (HIDDEN,)} if inputs == 2 else {}
+    layer |= {f"self_attn.{name}_norm": (SIZE,) for name in "qk" if qk_norm}
+    rows = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
+    layer |= {f"self_attn.{name}_proj": (count * SIZE, inputs * HIDDEN) for name, count in rows.items()}
+    layer |= {"self_attn.o_proj": (HIDDEN, HEADS * SIZE), "mlp.down_proj": (HIDDEN, INNER)}
+    return layer | {f"mlp.{name}_proj": (INNER, HIDDEN) for name in ("gate", "up")}
 
 
 def backbone(features: int = 2) -> dict[str, tuple[int, ...]]:
@@ -180,7 +176,7 @@ class Original:
         shape, anchor = self.shape, len(text) - 1
         context = torch.zeros(0, HIDDEN, dtype=torch.float64)
         if anchor:
-            states = hidden_states(text[:anchor])
+            states = hidden_states(*text[:anchor])
             read = torch.cat([states[i] for i in shape.hidden_states], -1)
             context = rms(read @ self.w["fc.weight"].T, self.w["hidden_norm.weight"])
         x = self.embedding[[text[-1]] + [self.mask] * (shape.block_size - 1)] * (shape.selector or [1])[0]
@@ -323,7 +319,8 @@ class Original:
         return torch.cat(found)
 
 
-def hidden_states(text: list[int]) -> dict[int, Tensor]:
+@cache
+def hidden_states(*text: int) -> dict[int, Tensor]:
     """Of the target, by the index that transformers gives them; -1 is the last layer's output before the norm."""
     last, layers = CONFIG.num_layers, range(CONFIG.num_layers)
     tokens = torch.tensor([text])

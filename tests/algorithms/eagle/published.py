@@ -13,14 +13,11 @@ from torch import Tensor
 
 from tests.algorithms.dflash.published import (
     DECODER,
-    HEADS,
     HIDDEN,
-    INNER,
-    KV_HEADS,
     MASK,
-    SIZE,
     head_of_target,
     hidden_states,
+    layer_shapes,
     rms,
     self_attention,
     swiglu,
@@ -70,7 +67,7 @@ class Head:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         if self.is_first:
-            layer = {key: shape for key, shape in self._layer(1).items() if key != "input_layernorm"}
+            layer = {key: shape for key, shape in layer_shapes(1, self.qk_norm).items() if key != "input_layernorm"}
             shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "fc.bias": (HIDDEN,)}
             shapes |= {f"{name}.weight": (VOCAB, HIDDEN) for name in self.own}
             return shapes | {f"layers.0.{key}.weight": shape for key, shape in layer.items()}
@@ -81,19 +78,12 @@ class Head:
             shapes |= {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(self.features)}
         for layer in range(self.layers):
             name = f"layers.{layer}." if layer else self.first
-            shapes |= {name + key + ".weight": shape for key, shape in self._layer(1 if layer else 2).items()}
+            shapes |= {
+                name + key + ".weight": shape for key, shape in layer_shapes(1 if layer else 2, self.qk_norm).items()
+            }
         known = VOCAB if self.known is None else len(self.known)
         sizes = {"embed_tokens": VOCAB, "lm_head": known}
         return shapes | {f"{name}.weight": (sizes[name], HIDDEN) for name in self.own}
-
-    def _layer(self, inputs: int) -> dict[str, tuple[int, ...]]:
-        layer = {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
-        layer |= {"hidden_norm": (HIDDEN,)} if inputs == 2 else {}
-        layer |= {f"self_attn.{name}_norm": (SIZE,) for name in "qk" if self.qk_norm}
-        rows = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
-        layer |= {f"self_attn.{name}_proj": (count * SIZE, inputs * HIDDEN) for name, count in rows.items()}
-        layer |= {"self_attn.o_proj": (HIDDEN, HEADS * SIZE), "mlp.down_proj": (HIDDEN, INNER)}
-        return layer | {f"mlp.{name}_proj": (INNER, HIDDEN) for name in ("gate", "up")}
 
     def write(self, folder: Path, seed: int = 3) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +153,7 @@ class OriginalHead:
         """[D, V]: logits of the first D drafts after `text`, each after the `drafts` before it; -inf for ids that the
         head does not know."""
         known = len(text) - 1
-        states = hidden_states(text)
+        states = hidden_states(*text)
         read = self.fuse(torch.cat([states[i][:known] for i in self.shape.hidden_states], -1))
         rows = (
             self.in_one_pass(text, read, len(drafts)) if self.shape.in_one_pass else self.chain_rows(text, read, drafts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -10,14 +12,15 @@ from algorithms.step.sampling_params import GrammarParams
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz012345"  # 32 of them: the stop tokens fill the second word
 END, OTHER_END = 63, 40
-GRAMMARS = Grammars(
-    [*(character.encode() for character in CHARACTERS), *[b""] * 32],
-    lambda text: [CHARACTERS.index(character) for character in text],
-)
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars([*(character.encode() for character in CHARACTERS), *[b""] * 32], ids)
 
 
 def matcher(regex: str, ends: tuple[int, ...] = (END,), text: str = "", draft_forced: bool = True) -> Matcher:
-    found = GRAMMARS.matcher(GrammarParams(regex=regex, draft_forced=draft_forced), frozenset(ends))
+    found = grammars().matcher(GrammarParams(regex=regex, draft_forced=draft_forced), frozenset(ends))
     found.follow(ids(text))
     return found
 
@@ -50,7 +53,7 @@ def test_what_the_grammar_leaves_no_choice_about(regex: str, text: str, most: in
 @pytest.mark.parametrize("end", [0, 31, 32, END])
 def test_a_stop_token_of_any_id_is_forced(end: int) -> None:
     """Bit 31 of a word is its sign."""
-    found = GRAMMARS.matcher(GrammarParams(regex="hi"), frozenset({end}))
+    found = grammars().matcher(GrammarParams(regex="hi"), frozenset({end}))
     assert found.forced(9) == [*ids("hi"), end]
 
 
@@ -87,7 +90,7 @@ def test_a_text_that_has_ended_is_not_constrained_and_one_that_is_lost_ends_noth
 def test_a_whole_text_parses_with_and_without_its_end() -> None:
     params = GrammarParams(regex="ab?")
     for tokens, whole in (([0], True), ([0, 1], True), ([0, END], True), ([], False), ([1], False), ([0, 1, 1], False)):
-        assert GRAMMARS.parses(params, frozenset({END}), tokens) == whole, tokens
+        assert grammars().parses(params, frozenset({END}), tokens) == whole, tokens
 
 
 @pytest.mark.parametrize(
@@ -97,11 +100,11 @@ def test_a_whole_text_parses_with_and_without_its_end() -> None:
 )
 def test_forced_text_of_any_length_is_read_as_far_as_it_is_wanted(kind: str, grammar: str) -> None:
     """The library's own search for forced text has no bound: without end it takes all memory."""
-    found = GRAMMARS.matcher(GrammarParams(**{kind: grammar}), frozenset({END}))
+    found = grammars().matcher(GrammarParams(**{kind: grammar}), frozenset({END}))
     calls: list[str] = []
-    encode = GRAMMARS.encode
+    encode = grammars().encode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GRAMMARS, "encode", lambda text: calls.append(text) or encode(text))
+        patch.setattr(grammars(), "encode", lambda text: calls.append(text) or encode(text))
         for written in ("", "a", "ab", "aba"):
             found.follow(ids(written[-1:]))
             assert found.forced(5) == ids("babab" if len(written) % 2 else "ababa")

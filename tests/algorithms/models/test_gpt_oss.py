@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import specdec_kernels as kernels
 from algorithms.dflash.drafting import DFlash
@@ -38,6 +37,12 @@ QUANTISED = {
 EXPERTS, WIDTH, HIDDEN = 6, 96, 64
 
 
+def dequantised(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # slow to import
+
+    return convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+
+
 def packed(name: str, rows: int, columns: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Random blocks and scales of published checkpoints, of the size that keeps the variance."""
     blocks = torch.randint(0, 256, (EXPERTS, rows, columns // 32, 16), generator=generator).byte()
@@ -58,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             full = f"model.layers.{index}.mlp.experts.{name}"
             own = packed(full, *sizes, generator)
             blocks |= own
-            dense = convert_moe_packed_tensors(*own.values(), dtype=torch.float32)
+            dense = dequantised(*own.values(), torch.float32)
             getattr(layer.mlp.experts, name).data.copy_(dense)
     model.save_pretrained(root / "dense")
     model.save_pretrained(root / "packed")
@@ -100,7 +105,7 @@ def test_all_codes_and_scales_are_those_of_transformers(dtype: torch.dtype) -> N
     """All bytes at all scales, bit for bit; the largest overflow alike."""
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
     scales = torch.arange(255, dtype=torch.uint8).reshape(1, 255, 1).expand(1, 255, 16).contiguous()
-    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
+    expected = dequantised(blocks, scales, dtype).transpose(1, 2)
     found = reference.as_tensor(kernels.Mxfp4.padded(blocks.flatten(2), scales), dtype)
     assert torch.equal(found, expected) and bool(found.isinf().any())
 

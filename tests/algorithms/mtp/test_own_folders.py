@@ -113,11 +113,7 @@ class Original:
     def logits(self, text: list[int], drafts: list[int]) -> Tensor:
         """[D, V]: of each draft, given those before it."""
         head, main, rows = self.head, self.main.model, []
-        raw: list[Tensor] = []
-        hook = main.norm.register_forward_pre_hook(lambda _, inputs: raw.append(inputs[0]))
-        hidden = main(torch.tensor([text])).last_hidden_state
-        hook.remove()
-        features, tokens = (raw[0] if head.raw_hidden else hidden)[0, :-1], text[1:]
+        features, tokens = self._of_target(*text)[head.raw_hidden][0, :-1], text[1:]
         for draft in drafts:
             embedded = self.norms["embedding"](main.embed_tokens(torch.tensor(tokens)))
             x = self.fc(torch.cat([embedded, self.norms["hidden"](features)], -1))
@@ -127,6 +123,15 @@ class Original:
             features = torch.cat([features, stream if head.raw_feedback else normed])
             tokens = [*tokens, draft]
         return torch.cat(rows)
+
+    @cache  # noqa: B019
+    def _of_target(self, *text: int) -> tuple[Tensor, Tensor]:
+        """Hidden states behind the final norm of the target, and before it."""
+        raw: list[Tensor] = []
+        hook = self.main.model.norm.register_forward_pre_hook(lambda _, inputs: raw.append(inputs[0]))
+        hidden = self.main.model(torch.tensor([text])).last_hidden_state
+        hook.remove()
+        return hidden, raw[0]
 
     def _layer(self, x: Tensor) -> Tensor:
         """The last row of the decoder layer over x [T, hidden]."""
