@@ -150,7 +150,7 @@ class Operators:
             others = arguments[1:] if type(arguments[0]) in (list, tuple) else arguments
             if rest or {*map(type, sizes)} - {int} or {*map(type, others)} - plain:
                 return slow(*arguments, **rest)
-            key = *sizes, *others, *map(type, others)
+            key = *sizes, *others
             found = known.find(key)
             if found is None:
                 result = slow(*arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import Mock
@@ -94,6 +95,17 @@ def test_operators_give_what_triton_gives(name: str) -> None:
     reverse = name[2:3] == "r" and name != "__rshift__"  # the number comes before the tensor
     short = [assert_same(name, *operands) for operands in (numbers if reverse else pairs + numbers)]
     assert 5 < sum(short) < len(short)
+
+
+def test_numbers_that_are_equal_are_told_apart() -> None:
+    """3 and 3.0 beside an integer; 0.0 and -0.0 are one number to Triton."""
+    prepare()
+    for name, kind, numbers in (("__add__", tl.int32, (3, 3.0)), ("__mul__", tl.float32, (0.0, -0.0, 0))):
+        slow = partial(getattr(tl.tensor, name), _semantic=interpreter.interpreter_semantic)
+        short = Operators(interpreter).of(name, slow)
+        for number in numbers * 2:
+            expected = outcome(slow, tensor(kind, (4,)), number)
+            assert outcome(short, tensor(kind, (4,)), number) == expected and isinstance(expected, tuple)
 
 
 def test_where_gives_what_triton_gives() -> None:
