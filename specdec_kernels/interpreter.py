@@ -4,9 +4,9 @@ Active only where `SPECDEC_FAST_INTERPRETER=1` is set at the first launch, becau
 Triton in the whole process. If a version of Triton has no such function, its interpreter stays as it is.
 
 Before a kernel and every device function, the interpreter searches `triton.language` for functions to replace. The
-first search is kept, and so are NumPy types and the attributes of block types. Steps of an arithmetic operation that
-change nothing are skipped. The repair: Triton 3.6 converts an array of one entry by `int`, which NumPy 2.4 and later
-refuse.
+first search is kept, and so are signatures, NumPy types and the attributes of types and tensors. Steps of an operation
+that change nothing are skipped, and so are copies of tensors that the host holds. The repair: Triton 3.6 converts an
+array of one entry by `int`, which NumPy 2.4 and later refuse.
 """
 
 from __future__ import annotations
