@@ -316,7 +316,7 @@ class Operators:
 
     def _dot(self, slow: Callable[..., Any]) -> Callable[..., Any]:
         """Of two matrices of one type of floats, added to others or to zeros."""
-        tl, matmul, made, known = self._interpreter.tl, self._numpy.matmul, self._made, _Known()
+        tl, builder, made, known = self._interpreter.tl, self._interpreter.interpreter_builder, self._made, _Known()
         kinds, tensor = self._floats | {id(tl.float16)}, tl.tensor
 
         def dot(left: Any, right: Any, acc: Any = None, **rest: Any) -> Any:
@@ -328,11 +328,12 @@ class Operators:
             if found is None:
                 result = slow(left, right, acc, **rest)
                 short = id(left.dtype) in kinds and right.dtype is left.dtype
-                plan = result.handle.dtype, self._numpy.zeros_like(result.handle.data)
-                return known.keep(key, result, left, right, acc, plan=plan) if short else result
-            fields, kind, start = found
-            start = acc.handle.data if added else start
-            return made(matmul(left.handle.data, right.handle.data, dtype=start.dtype) + start, kind, fields)
+                zeros = self._numpy.zeros_like(result.handle.data)
+                start = self._interpreter.TensorHandle(zeros, result.handle.dtype)
+                return known.keep(key, result, left, right, acc, plan=(start,)) if short else result
+            fields, start = found
+            handle = builder.create_dot(left.handle, right.handle, acc.handle if added else start, None, 0)
+            return made(handle.data, handle.dtype, fields)
 
         return dot
 
