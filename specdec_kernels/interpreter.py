@@ -4,9 +4,9 @@ Active only where `SPECDEC_FAST_INTERPRETER=1` is set at the first launch, becau
 Triton in the whole process. If a version of Triton has no such function, its interpreter stays as it is.
 
 Before a kernel and every device function, the interpreter searches `triton.language` for functions to replace. The
-first search is kept, and so are NumPy types and the attributes of block types. Steps of an arithmetic operation that
-change nothing are skipped. The repair: Triton 3.6 converts an array of one entry by `int`, which NumPy 2.4 and later
-refuse.
+first search is kept, and so are signatures, NumPy types and the attributes of types and tensors. Steps of an operation
+that change nothing are skipped, and so are copies of tensors that the host holds. The repair: Triton 3.6 converts an
+array of one entry by `int`, which NumPy 2.4 and later refuse.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from functools import cache
 from typing import Any
 
 from specdec_kernels.interpreter_memory import Memory
-from specdec_kernels.interpreter_operators import FUNCTIONS, Operators
+from specdec_kernels.interpreter_operators import FIELDS, FUNCTIONS, Operators
 
 FAST_INTERPRETER = "SPECDEC_FAST_INTERPRETER"
+_KEPT = 8192  # types of tensors
 
 
 @cache
@@ -36,15 +37,23 @@ def prepare() -> None:
         "_LangPatchScope",
         "interpreter_semantic",
         "TritonSemantic",
+        "ReduceOps",
+        "GridExecutor",
     )
     if not all(hasattr(interpreter, name) for name in needed):
+        return
+    if vars(interpreter.interpreter_semantic.to_tensor(1)).keys() != {"handle", *FIELDS}:
         return
     if len(inspect.signature(interpreter._patch_builtin).parameters) != 3:
         return
     if hasattr(interpreter, "_patch_lang_tensor"):
         interpreter._patch_lang_tensor = _patch_index(interpreter._patch_lang_tensor)
     interpreter._interpreter = Memory(interpreter.np, interpreter._interpreter)
-    interpreter._patch_builtin = _patch_known(interpreter)
+    operators = Operators(interpreter)
+    interpreter._patch_builtin = _patch_known(interpreter, operators)
+    interpreter.ReduceOps.apply = operators.reduction(interpreter.ReduceOps.apply)
+    interpreter.inspect = _Signatures()
+    _leave_on_host(interpreter.GridExecutor)
     interpreter._patch_lang = _patch_once(interpreter, interpreter._patch_lang)
     interpreter._get_np_dtype = _known_types(interpreter.tl, interpreter._get_np_dtype)
     interpreter._implicit_cvt = _known_arguments(interpreter, interpreter._implicit_cvt)
@@ -64,11 +73,42 @@ def _patch_index(patch_tensor: Callable[..., None]) -> Callable[..., None]:
     return patch
 
 
-def _patch_known(interpreter: Any) -> Callable[..., None]:
+class _Signatures:
+    """The module `inspect` for a launch, with the arguments of each kernel kept."""
+
+    def __init__(self) -> None:
+        self.getfullargspec, self._signature = cache(inspect.getfullargspec), cache(inspect.signature)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(inspect, name)
+
+    def getcallargs(self, function: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+        bound = self._signature(function).bind(*arguments, **named)
+        bound.apply_defaults()
+        return bound.arguments
+
+
+def _leave_on_host(executor: Any) -> None:
+    """Tensors in the memory of the host are not wrapped again for a launch, nor copied onto themselves after it."""
+    enter, leave = executor._init_args_hst, executor._restore_args_dev
+    numbers = (bool, int, float, str, type(None))
+
+    def enter_if_needed(self: Any, arguments: Any, named: Any) -> Any:
+        values = (*arguments, *named.values())
+        at_hand = all(type(value) in numbers or getattr(value, "is_cpu", False) for value in values)
+        return (arguments, named) if at_hand else enter(self, arguments, named)
+
+    def leave_if_needed(self: Any, arguments: Any, arguments_there: Any, named: Any, named_there: Any) -> None:
+        if arguments is not arguments_there:
+            leave(self, arguments, arguments_there, named, named_there)
+
+    executor._init_args_hst, executor._restore_args_dev = enter_if_needed, leave_if_needed
+
+
+def _patch_known(interpreter: Any, operators: Operators) -> Callable[..., None]:
     """The interpreter's replacement of the functions of one module or class, with the replacements kept."""
     is_builtin, semantic = interpreter.tl.core.is_builtin, interpreter.interpreter_semantic
     kept: dict[Any, dict[str, Callable[..., Any]]] = {}
-    operators = Operators(interpreter)
 
     def interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -94,17 +134,27 @@ def _patch_known(interpreter: Any) -> Callable[..., None]:
 
 def _patch_once(interpreter: Any, patch_lang: Callable[..., Any]) -> Callable[..., Any]:
     """The interpreter's replacement for one function of a kernel, left out where all of it is in place."""
+    settled: set[Any] = set()  # functions that find it in place, until it is taken back
     tl = interpreter.tl
-    is_builtin = tl.core.is_builtin
+    is_builtin, nothing = tl.core.is_builtin, interpreter._LangPatchScope()
+
+    class Scope(interpreter._LangPatchScope):  # type: ignore[misc, name-defined]
+        def restore(self) -> None:
+            settled.clear()
+            super().restore()
 
     @cache
     def modules(function: Any) -> list[Any]:
         return [value for value in function.__globals__.values() if inspect.ismodule(value) and value in (tl, tl.core)]
 
     def patch(function: Any) -> Any:
+        if function in settled:
+            return nothing
+        settled.add(function)
         places = (*(module.load for module in modules(function)), tl.tensor.__add__)
-        return patch_lang(function) if any(map(is_builtin, places)) else interpreter._LangPatchScope()
+        return patch_lang(function) if any(map(is_builtin, places)) else nothing
 
+    interpreter._LangPatchScope = Scope
     return patch
 
 
@@ -152,18 +202,17 @@ def _known_blocks(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _known_shapes(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of a tensor, which wraps each size of its shape, with the wrapped shapes kept."""
-    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    """The constructor of a tensor, which wraps each size of its shape, with one type for all tensors of one kind."""
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def build(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in known:
+        key = id(type.scalar), *(type.shape if type.is_block() else ())
+        if key not in known:
             init(self, handle, type)
-            if vars(self).keys() == {"handle", "type", "dtype", "shape", "numel"}:  # all that is set below
-                known[sizes] = self.shape, self.numel
-            return
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known[sizes]
+            known.clear() if len(known) >= _KEPT else None  # kernels may make types of pointers
+            known[key] = tuple(getattr(self, name) for name in FIELDS)  # the scalar stays alive by it
+        self.handle = handle
+        self.type, self.dtype, self.shape, self.numel = known[key]
 
     return build
 
@@ -175,6 +224,7 @@ def _skip_steps_without_effect(interpreter: Any) -> None:
     semantic, tl = interpreter.TritonSemantic, interpreter.tl
     broadcast, cast, check = semantic.broadcast_impl_value, semantic.cast, semantic.binary_op_sanitize_overflow_impl
     meet, constant = semantic.binary_op_type_checking_impl, cache(semantic.scalar_constant)
+    convert = semantic.to_tensor
     own = {tl.int32, tl.int64, tl.float32, tl.float64}  # what operands of one of these types are computed in
 
     def meet_if_needed(self: Any, left: Any, right: Any, *flags: Any, **named: Any) -> Any:
@@ -193,10 +243,13 @@ def _skip_steps_without_effect(interpreter: Any) -> None:
     def cast_if_needed(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
         return value if value.dtype is kind else cast(self, value, kind, rounding)
 
+    def convert_if_needed(self: Any, value: Any, check_type: bool = True) -> Any:
+        return value if type(value) is tl.tensor else convert(self, value, check_type)
+
     def check_in_debug(self: Any, left: Any, right: Any, operation: Any) -> None:
         if self.builder.options.debug:
             check(self, left, right, operation)
 
-    semantic.binary_op_type_checking_impl = meet_if_needed
+    semantic.binary_op_type_checking_impl, semantic.to_tensor = meet_if_needed, convert_if_needed
     semantic.broadcast_impl_value, semantic.cast = broadcast_if_needed, cast_if_needed
     semantic.binary_op_sanitize_overflow_impl = check_in_debug

@@ -1,17 +1,20 @@
-"""Loads of Triton's interpreter, by one gather of NumPy instead of a walk from address to address."""
+"""Loads and stores of Triton's interpreter, by one gather or scatter of NumPy instead of a walk over the addresses."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_FEW = 48  # lanes for which the interpreter's own walk is shorter
+_FEW = 160  # lanes for which the interpreter's own walk is shorter
+_END = 1 << 56  # above every address of a process
 
 
 class Memory:
-    """The interpreter's module of memory with a faster `load`; all else is the module's own."""
+    """The interpreter's module of memory with a faster `load` and `store`; all else is the module's own."""
 
     def __init__(self, numpy: Any, own: Any) -> None:
         self._numpy, self._own = numpy, own
+        self._bits, self._all = numpy.bitwise_or.reduce, numpy.logical_and.reduce
+        self._numbers: dict[Any, tuple[Any, Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -21,25 +24,41 @@ class Memory:
         if addresses.size < _FEW or filled.dtype != kind or active.shape != addresses.shape:
             return self._own.load(addresses, active, filled, kind)
         active = active.astype(bool, copy=False)  # a mask may be a number that was cast to one bit
-        every = active.all()
-        used = addresses if every else addresses[active]
-        if not used.size:
-            return filled.copy()
-        first, size = int(used.min()), filled.itemsize
-        places = used - self._numpy.uint64(first)
-        if int(self._numpy.bitwise_or.reduce(places, axis=None)) % size:  # not all in one array
+        every = self._all(active, axis=None)
+        numbers, places = self._find(addresses if every else addresses[active], filled.dtype)
+        if places is None:
             return self._own.load(addresses, active, filled, kind)
-        places = (places // self._numpy.uint64(size)).view(self._numpy.int64)
-        seen = self._numpy.asarray(_Region(first, int(places.max()) + 1, filled.dtype))
         if every:
-            return self._numpy.ascontiguousarray(seen[places])  # of one layout, so that sums have one order
+            return numbers.take(places)  # of one layout, so that sums have one order
         found = filled.copy()
-        found[active] = seen[places]
+        found[active] = numbers.take(places)
         return found
+
+    def store(self, addresses: Any, values: Any, active: Any) -> Any:
+        """Active lanes write their values in order, so that the last of one address stays."""
+        if addresses.size < _FEW or not addresses.shape == values.shape == active.shape:
+            return self._own.store(addresses, values, active)
+        active = active.astype(bool, copy=False)
+        every = self._all(active, axis=None)
+        numbers, places = self._find(addresses if every else addresses[active], values.dtype)
+        if places is None:
+            return self._own.store(addresses, values, active)
+        numbers[places.ravel()] = values.ravel() if every else values[active]
+
+    def _find(self, addresses: Any, kind: Any) -> tuple[Any, Any]:
+        """All of memory as an array of one type, and the indices of the addresses; None if they are not aligned."""
+        if kind not in self._numbers:
+            shift = self._numpy.uint64(kind.itemsize.bit_length() - 1)
+            self._numbers[kind] = self._numpy.asarray(_Region(kind)), shift
+        numbers, shift = self._numbers[kind]
+        if int(self._bits(addresses, axis=None)) % kind.itemsize:
+            return numbers, None
+        return numbers, (addresses >> shift).view(self._numpy.int64) - 1
 
 
 class _Region:
-    """Numbers of one type from an address on, for NumPy."""
+    """Memory from the first address that is not 0, for NumPy."""
 
-    def __init__(self, address: int, count: int, kind: Any) -> None:
-        self.__array_interface__ = {"data": (address, True), "shape": (count,), "typestr": kind.str, "version": 3}
+    def __init__(self, kind: Any) -> None:
+        size = kind.itemsize
+        self.__array_interface__ = {"data": (size, False), "shape": (_END // size,), "typestr": kind.str, "version": 3}

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_KEPT = 8192  # types of results
+_KEPT = 8192  # results that one operator keeps
+FIELDS = ("type", "dtype", "shape", "numel")
+"""What a tensor holds beside its handle."""
 # Names of functions of NumPy, which is the interpreter's and no requirement of this package.
 _ARITHMETIC = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide"}
 _DIVISIONS = {"floordiv": "", "mod": "fmod"}
@@ -20,8 +22,24 @@ _COMPARISONS = {
 _BITS = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
 _SHIFTS = {"lshift": "left_shift", "rshift": "right_shift"}
 _SELECTIONS = {"minimum": "minimum", "maximum": "maximum"}
-FUNCTIONS = frozenset({"where", "load", "cast", *_SELECTIONS})
+FUNCTIONS = frozenset({"where", "load", "store", "cast", "dot", "full", "arange", *_SELECTIONS})
 """Functions of the language that have a short way, beside the methods of tensors."""
+
+
+class _Known(dict[Any, Any]):
+    """What an operator does with operands of known types, by the identity of the types, which therefore stay alive."""
+
+    def keep(self, key: Any, result: Any, *operands: Any, plan: tuple[Any, ...] = ()) -> Any:
+        """The result; for the next operands of these types, its fields and the plan."""
+        if len(self) >= _KEPT:
+            self.clear()
+        fields = tuple(getattr(result, name) for name in FIELDS)
+        self[key] = (fields, *plan), [getattr(operand, "type", None) for operand in operands]
+        return result
+
+    def find(self, key: Any) -> Any:
+        found = self.get(key)
+        return found and found[0]
 
 
 class Operators:
@@ -34,7 +52,7 @@ class Operators:
         self._floats = frozenset(map(id, (tl.float32, tl.float64)))
         self._numbers = self._integers | self._floats
         self._unsigned = frozenset(map(id, (tl.uint8, tl.uint16, tl.uint32, tl.uint64)))
-        self._results: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._made = _maker(tl.tensor, interpreter.TensorHandle)
         self._kept: dict[tuple[Any, ...], Any] = {}
 
     def of(self, name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,8 +75,9 @@ class Operators:
             return self._operator(function, plain, self._integers, slow)
         if plain in _SHIFTS:
             return self._operator(getattr(numpy, _SHIFTS[plain]), plain, words, slow)
-        others = {"where": self._where, "getitem": self._index, "neg": self._negative, "load": self._load}
-        others |= dict.fromkeys(("to", "cast"), self._cast)
+        others = {"where": self._where, "getitem": self._index, "neg": self._negative, "dot": self._dot}
+        others |= dict.fromkeys(("to", "cast"), self._cast) | {"load": self._load, "store": self._store}
+        others |= dict.fromkeys(("full", "arange"), self._constant)
         return others[plain](slow) if plain in others else slow
 
     def _quotient(self, left: Any, right: Any) -> Any:
@@ -74,172 +93,274 @@ class Operators:
         backwards: bool = False,
     ) -> Callable[..., Any]:
         """`backwards` is the operator with the number before the tensor."""
-        tl, builder, results = self._interpreter.tl, self._interpreter.interpreter_builder, self._results
-        number, keep, made, integers = self._number, self._keep, self._made, self._integers
-        compares, adds, tensor, wide = name in _COMPARISONS, name == "add", tl.tensor, tl.int64
-        # A number becomes a tensor before the other operand is seen.
-        apart = compares or name in _SELECTIONS
-        unsigned, word = self._numpy.uint64, tl.int32
+        tl, builder, known = self._interpreter.tl, self._interpreter.interpreter_builder, _Known()
+        made, find, tensor, constexpr, unsigned = self._made, known.find, tl.tensor, tl.constexpr, self._numpy.uint64
+        # A comparison takes a number as a tensor before the other operand is seen.
+        apart, adds = name in _COMPARISONS or name in _SELECTIONS, name == "add"
+
+        def plan(left: Any, right: Any) -> tuple[Any, ...] | None:
+            """(the number as an array, bytes of an entry if integers move a pointer, the handle's type if it is not
+            the left operand's), or None without a short way."""
+            kind, moves = left.dtype, adds and left.dtype.is_ptr()
+            width = max(1, kind.element_ty.primitive_bitwidth // 8) if moves else 0
+            if type(right) is not tensor:
+                operand = self._number(right, tl.int32 if moves else kind, apart and not moves)
+                short = operand is not None and (moves or id(kind) in kinds)
+                return (operand.astype(unsigned) * width if moves else operand, 0, None) if short else None
+            other, both = right.dtype, id(right.dtype) in self._integers
+            if moves:
+                return (None, width, None) if both else None
+            if id(kind) not in kinds or other is not kind and not (both and id(kind) in self._integers):
+                return None
+            # Of 32 and of 64 bits: NumPy computes in 64, as Triton does.
+            return None, 0, other if other is tl.int64 else None
 
         def apply(left: Any, right: Any, *more: Any, **rest: Any) -> Any:
             if type(left) is not tensor or more or rest or builder.options.debug:
                 return slow(left, right, *more, **rest)
-            kind, other, operand = left.dtype, None, None
-            known = id(kind) in kinds
             if type(right) is tensor:
-                other = right.dtype
-                both = id(other) in integers
-                if known and (other is kind or both and id(kind) in integers):
-                    operand = right.handle.data
-                elif adds and both and kind.is_ptr():
-                    operand = right.handle.data.astype(unsigned) * max(1, kind.element_ty.primitive_bitwidth // 8)
-                key: tuple[Any, ...] = (compares, id(left.shape), id(right.shape), id(kind), id(other))
+                key: Any = id(left.type), id(right.type)
             else:
-                if known:
-                    operand = number(right, kind, apart)
-                elif adds and kind.is_ptr():
-                    operand = number(right, word, False)
-                    if operand is not None:
-                        operand = operand.astype(unsigned) * max(1, kind.element_ty.primitive_bitwidth // 8)
-                key = (compares, id(left.shape), id(kind))
+                number = right.value if type(right) is constexpr else right
+                if type(number) is not int and type(number) is not float:
+                    return slow(left, right)
+                key = id(left.type), number, type(number)
+            found = find(key)
+            if found is None:
+                way = plan(left, right)
+                result = slow(left, right)
+                return result if way is None else known.keep(key, result, left, right, plan=way)
+            fields, operand, width, kind = found
             if operand is None:
-                return slow(left, right)
-            if key not in results:
-                return keep(key, slow(left, right), left, right)
-            values = operation(operand, left.handle.data) if backwards else operation(left.handle.data, operand)
-            # Of 32 and of 64 bits: NumPy computes in 64, as Triton does.
-            return made(values, wide if known and other is wide else left.handle.dtype, results[key])
+                operand = right.handle.data
+                if width:
+                    operand = operand.astype(unsigned) * width
+            handle = left.handle
+            values = operation(operand, handle.data) if backwards else operation(handle.data, operand)
+            return made(values, handle.dtype if kind is None else kind, fields)
 
         return apply
 
+    def _constant(self, slow: Callable[..., Any]) -> Callable[..., Any]:
+        """A tensor that depends on numbers, sizes and types alone."""
+        made, known, plain = self._made, _Known(), {int, float, self._interpreter.tl.dtype}
+
+        def constant(*arguments: Any, **rest: Any) -> Any:
+            sizes = arguments[0] if type(arguments[0]) in (list, tuple) else ()
+            others = arguments[1:] if type(arguments[0]) in (list, tuple) else arguments
+            if rest or {*map(type, sizes)} - {int} or {*map(type, others)} - plain:
+                return slow(*arguments, **rest)
+            key = *sizes, *others
+            found = known.find(key)
+            if found is None:
+                result = slow(*arguments)
+                data = result.handle.data.copy()
+                data.flags.writeable = False
+                return known.keep(key, result, plan=(data, result.handle.dtype))
+            fields, data, kind = found
+            return made(data, kind, fields)
+
+        return constant
+
     def _where(self, slow: Callable[..., Any]) -> Callable[..., Any]:
-        tl, results, numbers = self._interpreter.tl, self._results, self._numbers
-        number, keep, made, tensor, bit = self._number, self._keep, self._made, tl.tensor, tl.int1
-        choose = self._numpy.where
+        tl, numbers, number, made, known = self._interpreter.tl, self._numbers, self._number, self._made, _Known()
+        tensor, bit, choose = tl.tensor, tl.int1, self._numpy.where
 
         def where(condition: Any, left: Any, right: Any, **rest: Any) -> Any:
             first, second = type(left) is tensor, type(right) is tensor
             kind = left.dtype if first else right.dtype if second else None
-            known = id(kind) in numbers and type(condition) is tensor and condition.dtype is bit
-            if not known or first and second and right.dtype is not kind:
+            short = id(kind) in numbers and type(condition) is tensor and condition.dtype is bit
+            if not short or first and second and right.dtype is not kind:
                 return slow(condition, left, right, **rest)
             one = left.handle.data if first else number(left, kind, False)
             two = right.handle.data if second else number(right, kind, False)
             if one is None or two is None:
                 return slow(condition, left, right, **rest)
-            shapes = id(left.shape) if first else 0, id(right.shape) if second else 0
-            key = (id(condition.shape), *shapes, id(kind))
-            if key not in results:
-                return keep(key, slow(condition, left, right, **rest), condition, left, right)
-            return made(choose(condition.handle.data, one, two), kind, results[key])
+            key = id(condition.type), id(left.type) if first else 0, id(right.type) if second else 0
+            found = known.find(key)
+            if found is None:
+                return known.keep(key, slow(condition, left, right, **rest), condition, left, right)
+            return made(choose(condition.handle.data, one, two), kind, found[0])
 
         return where
 
     def _index(self, slow: Callable[..., Any]) -> Callable[..., Any]:
         """`values[:, None]`, and the like: new dimensions of size 1."""
-        results, keep, made, everything = self._results, self._keep, self._made, slice(None)
+        made, known, everything = self._made, _Known(), slice(None)
 
         def index(values: Any, places: Any, **rest: Any) -> Any:
-            plain = type(places) is tuple and all(place is None or place == everything for place in places)
-            if not plain or not 0 < len(places) - places.count(None) <= len(values.shape.values):
+            pattern = [place is None or place == everything and 0 for place in places] if type(places) is tuple else []
+            new = pattern.count(True)
+            if not pattern or any(each is False for each in pattern) or new == len(pattern):
                 return slow(values, places, **rest)
-            key = (-1, id(values.shape), id(values.dtype), *(place is None for place in places))
-            if key not in results:
-                return keep(key, slow(values, places, **rest), values)
-            return made(values.handle.data[places], values.handle.dtype.scalar, results[key])
+            key = id(values.type), *pattern
+            found = known.find(key)
+            if found is None:
+                result = slow(values, places, **rest)
+                return known.keep(key, result, values) if len(pattern) - new <= len(values.shape.values) else result
+            handle = values.handle
+            return made(handle.data[places], handle.dtype.scalar, found[0])
 
         return index
 
     def _negative(self, slow: Callable[..., Any]) -> Callable[..., Any]:
         """0 - values, which has no -0.0."""
-        numbers, keep, made, results = self._numbers, self._keep, self._made, self._results
-        number, builder, subtract = self._number, self._interpreter.interpreter_builder, self._numpy.subtract
+        numbers, number, made, known = self._numbers, self._number, self._made, _Known()
+        builder, subtract = self._interpreter.interpreter_builder, self._numpy.subtract
 
         def negative(values: Any, **rest: Any) -> Any:
             kind = values.dtype
             if id(kind) not in numbers or builder.options.debug:
                 return slow(values, **rest)
-            key = (False, id(values.shape), id(kind))
-            if key not in results:
-                return keep(key, slow(values, **rest), values)
-            return made(subtract(number(0, kind, False), values.handle.data), kind, results[key])
+            found = known.find(id(values.type))
+            if found is None:
+                return known.keep(id(values.type), slow(values, **rest), values)
+            return made(subtract(number(0, kind, False), values.handle.data), kind, found[0])
 
         return negative
 
     def _cast(self, slow: Callable[..., Any]) -> Callable[..., Any]:
         """To a type that NumPy converts to as Triton does."""
-        keep, made, results, tensor = self._keep, self._made, self._results, self._interpreter.tl.tensor
-        typed, wanted = self._interpreter._get_np_dtype, self._numbers | self._unsigned
-        given = wanted | {id(self._interpreter.tl.int1)}
+        made, known, tensor, converts = self._made, _Known(), self._interpreter.tl.tensor, self._converts
+        typed = self._interpreter._get_np_dtype
 
         def cast(values: Any, kind: Any, *more: Any, **rest: Any) -> Any:
             if type(values) is not tensor or more or rest:
                 return slow(values, kind, *more, **rest)
             if values.dtype is kind:
                 return values
-            if id(values.dtype) not in given or id(kind) not in wanted:
-                return slow(values, kind)
-            key = ("cast", id(values.shape), id(values.dtype), id(kind))
-            if key not in results:
-                return keep(key, slow(values, kind), values)
-            return made(values.handle.data.astype(typed(kind)), kind, results[key])
+            key = id(values.type), id(kind)
+            found = known.find(key)
+            if found is None:
+                result = slow(values, kind)
+                plan = typed(kind), kind  # which stays alive by it
+                return known.keep(key, result, values, plan=plan) if converts(values.dtype, kind) else result
+            return made(values.handle.data.astype(found[1]), kind, found[0])
 
         return cast
+
+    def _converts(self, given: Any, wanted: Any) -> bool:
+        numbers, bit = self._numbers | self._unsigned, self._interpreter.tl.int1
+        return id(wanted) in numbers and (given is bit or id(given) in numbers)
 
     def _load(self, slow: Callable[..., Any]) -> Callable[..., Any]:
         """From a tensor of pointers, with a mask and a number or a tensor behind it."""
         interpreter, numpy, tl = self._interpreter, self._numpy, self._interpreter.tl
-        semantic, keep, made, results = interpreter.interpreter_semantic, self._keep, self._made, self._results
-        tensor, bit, typed, spread = tl.tensor, tl.int1, interpreter._get_np_dtype, numpy.broadcast_to
-        constants: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        semantic, made, known, both = interpreter.interpreter_semantic, self._made, _Known(), self._numpy.logical_and
+        tensor, bit, typed, constexpr = tl.tensor, tl.int1, interpreter._get_np_dtype, tl.constexpr
 
-        def constant(value: Any, kind: Any, shape: Any) -> tuple[Any, Any]:
-            """All lanes active, and the number behind the mask in each of them."""
-            if value is None:
-                return numpy.ones(shape, bool), numpy.zeros(shape, typed(kind))
-            number = semantic.cast(semantic.to_tensor(value), kind)
-            return numpy.ones(shape, bool), spread(number.handle.data, shape).copy()
+        def plan(kind: Any, other: Any, shape: Any) -> tuple[Any, ...]:
+            """The type of an entry, all lanes active, and the number behind the mask in each of them."""
+            numbers = numpy.zeros(shape, typed(kind))
+            if other is not None and type(other) is not tensor:
+                numbers[...] = semantic.cast(semantic.to_tensor(other), kind).handle.data
+            return kind, numbers.dtype, numpy.ones(shape, bool), numbers
 
         def load(pointer: Any, mask: Any = None, other: Any = None, *more: Any, **hints: Any) -> Any:
-            kind = pointer.dtype.element_ty if type(pointer) is tensor and pointer.dtype.is_ptr() else None
-            other = other.value if type(other) is tl.constexpr else other
+            other = other.value if type(other) is constexpr else other
             masked, behind = type(mask) is tensor, type(other) is tensor
-            plain = type(kind) is tl.dtype and kind is not bit and not more
-            if not plain or not (mask is None or masked and mask.dtype is bit) or behind and other.dtype is not kind:
+            if type(pointer) is not tensor or more or not (masked or mask is None):
                 return slow(pointer, mask, other, *more, **hints)
-            shapes = id(pointer.shape), masked and id(mask.shape), behind and id(other.shape)
-            key = ("load", *shapes, id(pointer.dtype), None if behind else other, *hints.items())
-            if key not in results:
-                found = slow(pointer, mask, other, **hints)
-                constants[key] = constant(None if behind else other, kind, found.handle.data.shape)
-                return keep(key, found, pointer, mask, other)
-            active, filled = constants[key]
+            key = id(pointer.type), masked and id(mask.type), behind or other, behind and id(other.type), *hints.items()
+            found = known.find(key)
+            if found is None:
+                result, kind = slow(pointer, mask, other, **hints), getattr(pointer.dtype, "element_ty", bit)
+                plain = type(kind) is tl.dtype and kind is not bit and pointer.dtype.is_ptr()
+                if not plain or masked and mask.dtype is not bit or behind and other.dtype is not kind:
+                    return result
+                way = plan(kind, other, result.handle.data.shape)
+                return known.keep(key, result, pointer, mask, other, plan=way)
+            fields, kind, typed, active, filled = found
             addresses, shape = pointer.handle.data, active.shape
-            active = mask.handle.data if masked else active
-            filled = other.handle.data if behind else filled
-            if addresses.shape != shape or active.shape != shape or filled.shape != shape:
-                addresses, active, filled = (spread(each, shape) for each in (addresses, active, filled))
-            return made(interpreter._interpreter.load(addresses, active, filled, typed(kind)), kind, results[key])
+            if addresses.shape != shape:
+                addresses = numpy.broadcast_to(addresses, shape)
+            if masked:
+                mask = mask.handle.data
+                active = mask if mask.shape == shape else both(mask, active)
+            if behind:
+                filled = other.handle.data
+                filled = filled if filled.shape == shape else numpy.broadcast_to(filled, shape)
+            return made(interpreter._interpreter.load(addresses, active, filled, typed), kind, fields)
 
         return load
 
-    def _keep(self, key: tuple[Any, ...], result: Any, *operands: Any) -> Any:
-        """The result, its type kept for the key, with what the key names by its identity."""
-        if len(self._results) >= _KEPT:
-            self._results.clear()
-        alive = [(operand.shape, operand.dtype) for operand in operands if hasattr(operand, "handle")]
-        fields = {name: value for name, value in vars(result).items() if name != "handle"}
-        self._results[key] = fields, alive
-        return result
+    def _store(self, slow: Callable[..., Any]) -> Callable[..., Any]:
+        """To a tensor of pointers, of values that NumPy converts as Triton does."""
+        interpreter, numpy, tl = self._interpreter, self._numpy, self._interpreter.tl
+        known, tensor, bit, both, spread = _Known(), tl.tensor, tl.int1, numpy.logical_and, numpy.broadcast_to
 
-    def _made(self, data: Any, kind: Any, result: tuple[Any, ...]) -> Any:
-        """A tensor, without the checks of its size that operands of one type pass always."""
-        handle = object.__new__(self._interpreter.TensorHandle)
-        handle.data, handle.dtype, handle.attr = data, kind, {}
-        made = object.__new__(self._interpreter.tl.tensor)
-        vars(made).update(result[0])
-        made.handle = handle
-        return made
+        def store(pointer: Any, value: Any, mask: Any = None, *more: Any, **hints: Any) -> Any:
+            masked = type(mask) is tensor
+            if not (type(pointer) is type(value) is tensor) or more or not (masked or mask is None):
+                return slow(pointer, value, mask, *more, **hints)
+            key = id(pointer.type), id(value.type), masked and id(mask.type), *hints.items()
+            found = known.find(key)
+            if found is None:
+                result, kind = slow(pointer, value, mask, **hints), getattr(pointer.dtype, "element_ty", bit)
+                short = type(kind) is tl.dtype and kind is not bit and pointer.dtype.is_ptr()
+                short = short and (value.dtype is kind or self._converts(value.dtype, kind))
+                if not short or masked and mask.dtype is not bit:
+                    return result
+                plan = result, interpreter._get_np_dtype(kind), numpy.ones(pointer.handle.data.shape, bool)
+                return known.keep(key, result, pointer, value, mask, plan=plan)
+            _, result, kind, active = found
+            values, shape = value.handle.data.astype(kind, copy=False), active.shape
+            if masked:
+                mask = mask.handle.data
+                active = mask if mask.shape == shape else both(mask, active)
+            values = values if values.shape == shape else spread(values, shape)
+            interpreter._interpreter.store(pointer.handle.data, values, active)
+            return result
+
+        return store
+
+    def _dot(self, slow: Callable[..., Any]) -> Callable[..., Any]:
+        """Of two matrices of one type of floats, added to others or to zeros."""
+        tl, builder, made, known = self._interpreter.tl, self._interpreter.interpreter_builder, self._made, _Known()
+        kinds, tensor = self._floats | {id(tl.float16)}, tl.tensor
+
+        def dot(left: Any, right: Any, acc: Any = None, **rest: Any) -> Any:
+            added = type(acc) is tensor
+            if not (type(left) is type(right) is tensor) or not (added or acc is None):
+                return slow(left, right, acc, **rest)
+            key = id(left.type), id(right.type), added and id(acc.type), *rest.items()
+            found = known.find(key)
+            if found is None:
+                result = slow(left, right, acc, **rest)
+                short = id(left.dtype) in kinds and right.dtype is left.dtype
+                zeros = self._numpy.zeros_like(result.handle.data)
+                start = self._interpreter.TensorHandle(zeros, result.handle.dtype)
+                return known.keep(key, result, left, right, acc, plan=(start,)) if short else result
+            fields, start = found
+            handle = builder.create_dot(left.handle, right.handle, acc.handle if added else start, None, 0)
+            return made(handle.data, handle.dtype, fields)
+
+        return dot
+
+    def reduction(self, slow: Callable[..., Any]) -> Callable[..., Any]:
+        """`ReduceOps.apply` of the interpreter: sums, and the largest and smallest, of one tensor."""
+        tl, numpy, made, known = self._interpreter.tl, self._numpy, self._made, _Known()
+        functions = {
+            id(tl.standard._sum_combine): numpy.add.reduce,
+            id(tl.standard._elementwise_max): numpy.fmax.reduce,
+            id(tl.standard._elementwise_min): numpy.fmin.reduce,
+        }
+
+        def apply(operation: Any, values: Any) -> Any:
+            function = functions.get(id(operation.combine_fn))
+            if type(values) is not tl.tensor or function is None or id(values.dtype) not in self._numbers:
+                return slow(operation, values)
+            axis, keepdims = operation.axis, operation.keep_dims
+            key = id(values.type), id(function), axis, keepdims
+            found = known.find(key)
+            if found is None:
+                result = slow(operation, values)
+                return known.keep(key, result, values, plan=(result.handle.dtype, result.handle.data.dtype))
+            fields, kind, typed = found
+            data = function(values.handle.data, axis=axis, keepdims=keepdims)
+            return made(data.astype(typed) if data.shape else numpy.array([data], typed), kind, fields)
+
+        return apply
 
     def _number(self, value: Any, kind: Any, compares: bool) -> Any:
         """A number as an array of the type that Triton gives it beside a tensor, or None where that is another one."""
@@ -260,3 +381,18 @@ class Operators:
         typed = self._interpreter._get_np_dtype(kind)
         self._kept[key] = semantic.scalar_constant(value, kind).handle.data.astype(typed) if fits else None
         return self._kept[key]
+
+
+def _maker(tensor: Any, handle_type: Any) -> Callable[[Any, Any, tuple[Any, ...]], Any]:
+    """Tensors without the checks of their size, which operands of one type pass always."""
+    new = object.__new__
+
+    def made(data: Any, kind: Any, fields: tuple[Any, ...]) -> Any:
+        handle = new(handle_type)
+        handle.data, handle.dtype, handle.attr = data, kind, {}
+        result = new(tensor)
+        result.handle = handle
+        result.type, result.dtype, result.shape, result.numel = fields
+        return result
+
+    return made

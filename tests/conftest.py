@@ -31,13 +31,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 LONG = tuple(
     f"test_{name}.py"
     for name in (
-        *("readme", "sweep", "add_a_kernel", "prefill", "joint_distribution", "rule_distribution", "replay", "resume"),
+        *("parity", "readme", "sweep", "add_a_kernel", "prefill", "joint_distribution", "rule_distribution", "replay"),
         *("exact_distribution", "tasks", "graphs", "losslessness", "lookup", "identity", "sampled_trees", "generate"),
         *("tensor_parallel", "constraints", "sampling_parameters", "faults", "adaptive", "mixed_prefill", "plugin"),
         *("config", "training", "fuzz", "shape_scaled", "smollm2", "published", "synthetic", "mtp"),
         *("paper_table", "fusion", "frontend", "specialisation", "shared_vocabulary"),
         *("interpreter", "history", "compile_gate", "layer_kinds", "own_folders", "float8_weights", "gpt_oss"),
-        *("drafts", "parity"),
+        *("resume", "drafts"),
     )
 )
 """Files that take longest. They begin first, because the last one leaves the other process without work, and

@@ -90,7 +90,8 @@ _SCALED: dict[str, Any] = dict(head_scales=True, sinks=True)
 _ROUNDS: dict[str, Any] = dict(split_tokens=16, tuning=dict(first_splits=2, longest_split=64))
 _PINNED_GROUPS = _PINNED | dict(block_m=128, max_splits=8)
 _TILE_64 = dict(block_m=64, block_n=64, num_warps=8)
-_BENCH: dict[str, Any] = dict(bench=True, tags=("large",))
+_LARGE = ("large",)
+_BENCH: dict[str, Any] = dict(bench=True, tags=_LARGE)
 _ROWS = dict(decode=("chain", 1), chain_8=("chain", 8), chain_16=("chain", 16), tree_64=("tree", 64))
 CASES = (
     # Modes.
@@ -227,7 +228,7 @@ CASES = (
     _fixed("fixed_decode", "a border of splits", "chain", 1, (0, 15, 16, 31, 32, 129)),
     _fixed("fixed_chain", "splits that grow with the position", "chain", 6, (190, 3)),
     _fixed("fixed_block", "rows of one view", "block", 6, (61, 4), q_lens=(6, 3), sinks=True),
-    _fixed("fixed_tree", "keys of another branch", "tree", 20, (55, 60, 32)),
+    _fixed("fixed_tree", "keys of another branch", "tree", 12, (55, 60, 32)),
     _fixed("fixed_forest", "the first slot of the pool, or of the draft", "tree", 5, (0,) * 6, roots=3),
     _fixed("fixed_tree_words", "slots of the second word", "tree", 70, (21,), heads=(2, 1)),
     _fixed("fixed_tree_q_lens", "turns of unused nodes", "tree", 6, (60, 5, 0), q_lens=(4, 0, 6)),
@@ -282,11 +283,17 @@ CASES = (
     _gated_fixed("shipped_fixed_tree", "registers of turns by node", "tree", 16),
     _gated_fixed("shipped_fixed_prefill", "registers of two sums", "chain", 160),
     _gated_fixed("shipped_fixed_full", "the same in the tile of few rows", "chain", 16, in_order=True),
-    _gated_fixed("shipped_fixed_64", "head dimension 64", "chain", 160, head_dim=64),
-    _gated_fixed("shipped_fixed_256", "head dimension 256", "chain", 160, head_dim=256),
-    _gated_fixed("shipped_fixed_fp8", "conversion of keys and values", "chain", 160, fp8=True),
+    _gated_fixed("shipped_fixed_64", "head dimension 64", "chain", 160, head_dim=64, tags=_LARGE),
+    _gated_fixed("shipped_fixed_256", "head dimension 256", "chain", 160, head_dim=256, tags=_LARGE),
+    _gated_fixed("shipped_fixed_fp8", "conversion of keys and values", "chain", 160, fp8=True, tags=_LARGE),
     _gated_fixed(
-        "shipped_fixed_planned", "registers of the persistent loop", "chain", 160, planned=True, tuning=_TILE_64
+        "shipped_fixed_planned",
+        "registers of the persistent loop",
+        "chain",
+        160,
+        planned=True,
+        tuning=_TILE_64,
+        tags=_LARGE,
     ),
     *(
         _gated(f"shipped_{dim}_{name}", f"head dimension {dim}", *_ROWS[name], head_dim=dim)

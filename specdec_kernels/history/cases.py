@@ -105,7 +105,7 @@ CASES = (
     _match("match_outside", "a last token outside", requests=3, num_nodes=6, outside=True),
     _match("match_shipped", "registers", **_SHIPPED),
     _match("match_shipped_latest", "registers", order="latest", **_SHIPPED),
-    _match("match_shipped_many", "registers", **_SHIPPED | dict(requests=48)),
+    _match("match_shipped_many", "registers", **_SHIPPED | dict(requests=48, tags=("large",))),
     _match("match_shipped_own", "registers", shared=False, **_SHIPPED),
     _match("match_b1", "a step of one request", requests=1, finished=64, **_STEP),
     _match("match_b1_latest", "a step of one request", requests=1, finished=64, order="latest", **_STEP),

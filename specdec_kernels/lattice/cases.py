@@ -234,6 +234,6 @@ CASES = (
     _gru("gru_empty", "launch on an empty grid", 0, 8, 12),
     _gru("gru_odd", "lanes past rows, size and width, and tokens outside of the table", 5, 23, 37),
     _gru("gru_several_programs", "rows and entries of another program, and a second block of inputs", 20, 70, 90),
-    _gru("gru_shipped", "registers of Domino", 3, 1024, 256, gate=True),
+    _gru("gru_shipped", "registers of Domino", 3, 1024, 256, gate=True, tags=("large",)),
     _gru("gru_8x1024", "eight requests of Domino", 8, 1024, 4096, vocab=_VOCAB, **_BENCH),
 )

@@ -202,7 +202,7 @@ CASES = (
     _exchanged("exchanged_65_rows", "rows that go to torch", 65, 48, 64, capacity=80),
     _linear("linear_float32", "a sum rounded to the dtype of x", 3, 48, 600, out_dtype=torch.float32),
     _linear("linear_129_rows", "rows past those of one program", 129, 48, 600, batch_invariant=True),
-    _linear("linear_1_shipped", "registers, shared memory and tensor cores of few tiles", 1, 4096, 4096, gate=True),
+    _linear("linear_1_shipped", "registers, shared memory and tensor cores of few tiles", 1, 4096, 4096, **_GATED),
     *(
         _linear(f"linear_{rows}_shipped", "the same for more rows", rows, 4096, 4096, **_SHIPPED)
         for rows in (32, 64, 128)
@@ -235,7 +235,7 @@ CASES = (
     _chosen("chosen_first_rank", "the columns of another rank", 7, 70, 33),
     _chosen("chosen_second_rank", "columns counted from 0, or the higher of equal ones", 8, 70, 33, rank=1),
     _chosen("chosen_of_four", "a rank left out", 4, 45, 33, ranks=4, rank=2),
-    _chosen("chosen_shipped", "registers of the second kernel", 1, 75968, 64, gate=True),
+    _chosen("chosen_shipped", "registers of the second kernel", 1, 75968, 64, **_GATED),
     _argmax("argmax_65_rows", "rows that go to torch", 65, 48, 64),
     _argmax("argmax_1_shipped", "registers of the reduction", 1, 49152, 576, **_GATED),
     _argmax("argmax_64_shipped", "the same at 64 rows", 64, 151936, 64, **_GATED),

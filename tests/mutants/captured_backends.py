@@ -14,16 +14,11 @@ MUTANTS = (
         (f"{_FILE}::test_results[None-chain_q_lens-FlashInferBackend]",),
         "the rows of a request that uses few of them see keys of other positions",
     ),
-    _flashinfer(
-        "buffers_of_another_plan",
-        "{{        plan.planned.fill(plan)\n -> }}        out, flat = torch.empty_like(q), q.flatten(0, 1)",
-        (f"{_FILE}::test_flashinfer_plans_interleave",),
-        "a forward attends over the pages of the forward before",
-    ),
-    _flashinfer(
-        "chunks_as_planned",
-        "if self._most > {{1 -> _ANY_PAGES}}:",
-        (f"{_FILE}::test_flashinfer_replays_other_lengths[chain]",),
-        "historical: partial results are merged by the number of chunks of the lengths that were planned",
-    ),
-)
+    _flashinfer("buffers_of_another_plan",
+                "{{        plan.planned.fill(plan)\n -> }}        out, flat = torch.empty_like(q), q.flatten(0, 1)",
+                (f"{_FILE}::test_flashinfer_plans_interleave",),
+                "a forward attends over the pages of the forward before"),
+    _flashinfer("chunks_as_planned", "if self._most > {{1 -> _ANY_PAGES}}:",
+                (f"{_FILE}::test_flashinfer_replays_other_lengths[chain]",),
+                "historical: partial results are merged by the number of chunks of the lengths that were planned"),
+)  # fmt: skip

@@ -13,48 +13,20 @@ _write = bugs_in("specdec_kernels/mla/kernel_write.py")
 _case = partial(parity, "mla")
 
 MUTANTS = (
-    _write(
-        "latent_store_past_the_cache",
-        "kept = here & (slot >= 0){{ & (slot < num_slots) -> }}",
-        _case("write_skipped"),
-        "a slot past the cache is written",
-    ),
-    _write(
-        "latent_neighbours_as_halves",
-        "SECOND: tl.constexpr = {{1 if INTERLEAVED else HALF -> HALF}}",
-        _case("write_interleaved"),
-        "interleaved pairs are read as halves",
-    ),
-    _write(
-        "latent_norm_over_the_whole_row",
-        "tl.sum(latent * latent, 1) / {{L -> (L + 2 * HALF)}} + eps",
-        _case("write_odd"),
-        "the mean of squares counts the shared key",
-    ),
-    _kernel(
-        "mla_rope_left_out",
-        'scores = {{ -> 0.0 * }}tl.dot(q_r, tl.trans(rope), input_precision="ieee")',
-        _case("chain_odd"),
-        "scores without the rotary part of the key",
-    ),
-    _kernel(
-        "mla_dropped_split",
-        "if split{{ ->  + 1}} >= num_live:",
-        _case("splits"),
-        "the last split never reaches the merge",
-    ),
-    _kernel(
-        "mla_keys_of_the_next_split",
-        "free_end = tl.minimum(free_end, {{end -> tile_end}})",
-        _case("splits"),
-        "the last tile of a split counts keys of the next",
-    ),
-    _heads(
-        "head_rows_for_columns",
-        "weight = tl.load(weight_row + k[:, None] * {{W_ROW -> 1}}, mask",
-        _case("heads_odd"),
-        "the rows of a head's matrix are taken for adjacent",
-    ),
+    _write("latent_store_past_the_cache", "kept = here & (slot >= 0){{ & (slot < num_slots) -> }}",
+           _case("write_skipped"), "a slot past the cache is written"),
+    _write("latent_neighbours_as_halves", "SECOND: tl.constexpr = {{1 if INTERLEAVED else HALF -> HALF}}",
+           _case("write_interleaved"), "interleaved pairs are read as halves"),
+    _write("latent_norm_over_the_whole_row", "tl.sum(latent * latent, 1) / {{L -> (L + 2 * HALF)}} + eps",
+           _case("write_odd"), "the mean of squares counts the shared key"),
+    _kernel("mla_rope_left_out", 'scores = {{ -> 0.0 * }}tl.dot(q_r, tl.trans(rope), input_precision="ieee")',
+            _case("chain_odd"), "scores without the rotary part of the key"),
+    _kernel("mla_dropped_split", "if split{{ ->  + 1}} >= num_live:", _case("splits"),
+            "the last split never reaches the merge"),
+    _kernel("mla_keys_of_the_next_split", "free_end = tl.minimum(free_end, {{end -> tile_end}})", _case("splits"),
+            "the last tile of a split counts keys of the next"),
+    _heads("head_rows_for_columns", "weight = tl.load(weight_row + k[:, None] * {{W_ROW -> 1}}, mask",
+           _case("heads_odd"), "the rows of a head's matrix are taken for adjacent"),
     _memory(
         "latent_path_without_its_end",
         "lengths=(metadata.lengths[:, None] + (depth - {{1 -> 2}}).clamp(min=0)).flatten(),",
@@ -63,16 +35,10 @@ MUTANTS = (
         ),
         "a node of a tree does not see itself",
     ),
-    _kernel(
-        "mla_row_of_the_other_head",
-        "    nodes = rows {{// -> %}} HEADS\n",
-        _case("chain_odd"),
-        "rows are unpacked head first",
-    ),
-    _kernel(
-        "mla_rest_of_the_latent_unscaled",
-        'acc_b = tl.dot(weights, latent_b, acc_b{{ * decay[:, None] -> }}, input_precision="ieee")',
-        ("tests/kernels/test_small_tiles.py::test_a_latent_in_two_blocks_over_several_tiles",),
-        "the second accumulator is not rescaled when the maximum rises",
-    ),
-)
+    _kernel("mla_row_of_the_other_head", "    nodes = rows {{// -> %}} HEADS\n", _case("chain_odd"),
+            "rows are unpacked head first"),
+    _kernel("mla_rest_of_the_latent_unscaled",
+            'acc_b = tl.dot(weights, latent_b, acc_b{{ * decay[:, None] -> }}, input_precision="ieee")',
+            ("tests/kernels/test_small_tiles.py::test_a_latent_in_two_blocks_over_several_tiles",),
+            "the second accumulator is not rescaled when the maximum rises"),
+)  # fmt: skip
