@@ -157,6 +157,7 @@ def _route_kernel(
     SIGMOID: tl.constexpr,
     OF_CHOSEN: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SCHEDULED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -186,9 +187,9 @@ def _route_kernel(
     at = row.to(tl.int64)[:, None] * TOPK + rank
     tl.store(out.experts + at, tl.where(real[:, None], expert[None, :], EXPERTS), mask=there[:, None] & chosen)
     tl.store(out.weights + at, tl.where(real[:, None], weight, 0.0), mask=there[:, None] & chosen)
-    if schedule is not None:
+    if SCHEDULED:
         idle = there & (real == 0)
-        # Field by field: Triton 3.6 passes on no record with a field of None.
+        # Field by field, and not asked whether it is None: Triton 3.6 can do neither with a field of None.
         _write_schedule(
             schedule.order, schedule.starts, schedule.items, schedule.num_items, schedule.num_touched,
             chosen & real[:, None], rank, row, idle, capacity, EXPERTS, TOPK, BLOCK_E,
@@ -226,6 +227,7 @@ def _launch(
         SIGMOID=routing.scoring == "sigmoid",
         OF_CHOSEN=routing.scoring == "softmax_of_chosen",
         RENORMALISE=routing.renormalise,
+        SCHEDULED=schedule is not None,
         BLOCK_T=block_rows,
         BLOCK_E=lanes(experts),
         BLOCK_G=lanes(routing.groups),
