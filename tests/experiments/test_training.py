@@ -307,7 +307,7 @@ def test_drafter_trains_resumes_and_exports(
     loaders: dict[str, Callable[..., Any]] = {"draft": load_draft, "mtp": load_mtp}
     loaders |= dict.fromkeys(("dflash", "dflash2", "domino", "dspark"), load_dflash)
     kinds = ("P-EAGLE",) if name == "peagle" else ()
-    drafter = loaders.get(name, load_eagle)(whole, target, "cpu", torch.float32, *kinds)
+    drafter = loaders.get(name, load_eagle)(whole, target, *kinds)
     if name in ("dflash", "dspark"):  # they have a mask or a Markov head of their own
         own = drafter.mask_embedding if name == "dflash" else drafter.markov_head.markov_w2.weight
         assert own.abs().max() > 0

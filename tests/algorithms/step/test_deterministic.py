@@ -157,5 +157,5 @@ def test_torch_operations_are_refused() -> None:
     engine = engine_of(autoregressive(target), Setup(), target)
     backend, settings = engine.parts.resources.backend, RuntimeSettings(deterministic=True)
     with pytest.raises(EngineError, match="expected a backend built with deterministic, got backend=fa4"):
-        check_backend(backend, target, engine.parts.algorithm, settings, "none")
+        check_backend(backend, target, engine.parts.algorithm, settings)
     assert resolve_hardware(RuntimeSettings(device="cpu", deterministic=True)).forward == "fused"
