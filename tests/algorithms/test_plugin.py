@@ -81,7 +81,7 @@ def test_it_is_an_option_in_every_folder(tmp_path: Path) -> None:
     site, folder = install(tmp_path / "site"), tmp_path / "elsewhere"
     folder.mkdir()
     settings = ("algo=echo", "algo.draft_len=5", "data=code", "data.limit=2", "tracker=none", "runtime.impl=reference")
-    done = command(folder, site, *settings, "sampling.max_new_tokens=32")
+    done = command(folder, site, *settings, "sampling.max_new_tokens=12")
     assert done.returncode == 0, done.stderr
     (summary_file,) = folder.glob("outputs/**/summary.json")
     row = json.loads(summary_file.read_text())["rows"][-1]
