@@ -141,22 +141,19 @@ def _copy_panel(call, rows, column, panels, panel, barrier):
 
 @gluon.jit
 def _copy_tiles(call, shared, PAGE: gl.constexpr, COPY: gl.constexpr):
-    """The producer. Copies arrive at the barrier of their piece as they end. First comes the half that the group of
-    the tile multiplies by: it is done with it before the other. Rotated keys come last: by then the other group has
-    multiplied by the weights in their place."""
+    """The producer. Copies arrive at the barrier of their piece as they end. Rotated keys come last of a tile: by then
+    the other group has multiplied by the weights in their place."""
     rows = _rows_of_copies(call, call.begin, PAGE, COPY)
     for tile in range(call.tiles):
         buffer, phase = tile % 2, 1 - tile // 2 % 2
-        for place in gl.static_range(4):
-            piece = (place + 2 * buffer) % 4
-            if place % 2 == 0:
+        for piece in gl.static_range(4):
+            if piece % 2 == 0:
                 mbarrier.wait(shared.empty.index(2 * buffer + piece // 2), phase)
             barrier = shared.full.index(4 * buffer + piece)
-            mbarrier.expect(barrier, (_PIECE + (ROPE if place == 3 else 0)) * _KEYS * 2)
-            for half in gl.static_range(2):
-                panel = 2 * piece + half
+            mbarrier.expect(barrier, (_PIECE + (ROPE if piece == 3 else 0)) * _KEYS * 2)
+            for panel in gl.static_range(2 * piece, 2 * piece + 2):
                 _copy_panel(call, rows, panel * _PANEL, shared.latents, 8 * buffer + panel, barrier)
-            if place == 3:
+            if piece == 3:
                 _copy_panel(call, rows, LATENT, shared.ropes, buffer, barrier)
         rows = _rows_of_copies(call, call.begin + (tile + 1) * _KEYS, PAGE, COPY)
 
@@ -181,11 +178,10 @@ def _scores(call, shared, zeros, pair, nodes, MODE: gl.constexpr, WORDS: gl.cons
     first = pair >> 30  # 0, which the compiler does not know
     scores = zeros
     pieces, queries = _view(shared.latents, 8, _KEYS, _PIECE), _view(shared.queries, 4, _ROWS, _PIECE)
-    for place in gl.static_range(4):
-        piece = (place + 2 * G) % 4
+    for piece in gl.static_range(4):
         mbarrier.wait(shared.full.index(4 * G + piece), pair % 2)
         keys = pieces.index(first + 4 * G + piece).permute((1, 0))
-        scores = warpgroup_mma(queries.index(first + piece), keys, scores, use_acc=place > 0, is_async=True)
+        scores = warpgroup_mma(queries.index(first + piece), keys, scores, use_acc=piece > 0, is_async=True)
     rope = _view(shared.ropes, 2, _KEYS, ROPE).index(first + G).permute((1, 0))
     scores = warpgroup_mma(shared.q_rope.index(first), rope, scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
