@@ -37,7 +37,8 @@ LONG = tuple(
         *("config", "training", "fuzz", "shape_scaled", "smollm2", "published", "synthetic", "mtp"),
         *("paper_table", "fusion", "frontend", "specialisation", "shared_vocabulary"),
         *("interpreter", "history", "compile_gate", "layer_kinds", "own_folders", "float8_weights", "gpt_oss"),
-        *("resume", "drafts"),
+        *("resume", "drafts", "wrong_inputs", "mutants", "architectures", "packaging", "captured_backends"),
+        "deterministic",
     )
 )
 """Files that take longest. They begin first, because the last one leaves the other process without work, and
