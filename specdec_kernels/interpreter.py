@@ -209,7 +209,8 @@ def _known_shapes(init: Callable[..., None]) -> Callable[..., None]:
         key = id(type.scalar), *(type.shape if type.is_block() else ())
         if key not in known:
             init(self, handle, type)
-            known.clear() if len(known) >= _KEPT else None  # kernels may make types of pointers
+            if len(known) >= _KEPT:  # kernels may make types of pointers
+                known.clear()
             known[key] = tuple(getattr(self, name) for name in FIELDS)  # the scalar stays alive by it
         self.handle = handle
         self.type, self.dtype, self.shape, self.numel = known[key]

@@ -24,7 +24,7 @@ from specdec_kernels import Accepted, Exchange, TreeLinks, exchange_elements
 _SHARED_BYTES = 1 << 25
 _SHARED_DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16
-_EXCHANGE_ROWS = 128
+_EXCHANGE_ROWS = 128  # more rows are summed sooner in two shots
 _CHOICE_ROWS = 2048
 _WORD_BYTES = 8
 
