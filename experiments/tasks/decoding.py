@@ -98,6 +98,8 @@ def warm_up(engine: Engine, plan: Plan, requests: Sequence[Request]) -> None:
 
 def make_algorithm(plan: Plan, target: Target, algo: Any) -> Algorithm:
     """The algorithm that `algo` configures, with its drafter."""
+    # PyTorch keeps the pool of the engine before; a drafter inside it would leave a hole too small for the next pool.
+    torch.cuda.empty_cache()
     drafter = plan.config.model.drafter_of_method(algo)
     with _memory_errors(), user_errors(ValueError, OSError):
         return load_algorithm(algo, target, drafter)
