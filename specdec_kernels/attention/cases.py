@@ -71,6 +71,7 @@ def _levels_inputs(
 
 
 _case = partial(case_of, "paged_attention_with_lse", attention_inputs)
+_deep = partial(_case, tree_width=7, window=3, root_depth=2)
 _wide = partial(_case, heads=(8, 2), head_dim=128)
 _persistent = partial(_wide, planned=True, split_tokens=128, tuning=dict(resident_programs=5))
 _fp8 = partial(_case, fp8=True)
@@ -185,7 +186,8 @@ CASES = (
     _case("wide_tree_q_lens", "slots cut at q_lens", "tree", 5, (20, 9), tree_width=21, q_lens=(2, 0)),
     _case("wide_tree_split", "splits counted without the slots", "tree", 2, (9, 30), tree_width=40, split_tokens=16),
     _case("wide_tree_window", "depth of a slot for a row", "tree", 6, (30, 2), tree_width=25, window=5, reach=3),
-    _case("deep_tree_window", "the depth of slot 0", "tree", 6, (30, 2), tree_width=7, window=3, root_depth=2),
+    _deep("deep_tree_window", "the depth of slot 0", "tree", 6, (30, 2)),
+    _deep("deep_tree_tiles", "slots before the window", "tree", 2, (30, 13, 45, 31, 14), tuning=dict(block_n=16)),
     _case("narrow_tree", "more rows than slots", "tree", 6, (11,), tree_width=3, q_lens=(3,)),
     # Tile schedules.
     _planned("planned", "work of another request", "chain", 5, (70, 0, 130), split_tokens=16),

@@ -316,9 +316,10 @@ def visible(
 
 
 @triton.jit
-def window_begin(row_position, begin, window, BLOCK_N: tl.constexpr):
+def window_begin(row_position, begin, free_end, window, BLOCK_N: tl.constexpr):
     """(first key to read, whole tiles after `begin`; first key that is in the windows of all rows)."""
-    lowest = tl.min(row_position, 0) - window + 1
+    # Slots of a tree are stored before their positions where slot 0 is below the root, so none of them is left out.
+    lowest = tl.minimum(tl.min(row_position, 0) - window + 1, free_end)
     return begin + tl.maximum(lowest - begin, 0) // BLOCK_N * BLOCK_N, tl.max(row_position, 0) - window + 1
 
 

@@ -58,7 +58,7 @@ def attend_keys_swap_ab(q, pool, view, score_scale, soft_cap, begin, stop, free_
     key_ptr = pool.key_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     value_ptr = pool.value_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     if view.window is not None:
-        begin, free_begin = d.window_begin(view.row_position, begin, view.window, BLOCK_N)
+        begin, free_begin = d.window_begin(view.row_position, begin, free_end, view.window, BLOCK_N)
 
     q_even, q_odd = tl.split(tl.reshape(q, [BLOCK_M, PAIRS, 2]))
     q_even, q_odd = tl.trans(q_even), tl.trans(q_odd)

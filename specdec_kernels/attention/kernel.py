@@ -89,7 +89,7 @@ def attend_keys(q, pool, view, score_scale, soft_cap, begin, stop, free_end, STA
     BLOCK_N: tl.constexpr = STATIC.BLOCK_N
     PAGE: tl.constexpr = STATIC.PAGE
     if view.window is not None:
-        begin, free_begin = d.window_begin(view.row_position, begin, view.window, BLOCK_N)
+        begin, free_begin = d.window_begin(view.row_position, begin, free_end, view.window, BLOCK_N)
 
     dims = tl.arange(0, STATIC.BLOCK_D)
     columns = tl.arange(0, BLOCK_N)
