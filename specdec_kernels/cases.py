@@ -3,7 +3,8 @@
 CASES       named inputs of the public functions. Parity tests run every case, the compile gate compiles the cases
           marked `gate` (shipped shapes), and the unit benchmark times the cases marked `bench`. Cases tagged `large`
           need a GPU; those tagged `huge` are for the benchmark alone.
-WORK        optional: per function, bytes and operations of a call, for GB/s and TFLOP/s.
+WORK        optional: per function, bytes and operations of a call, for GB/s and TFLOP/s. Functions bound by memory that
+            read and write each of their tensors once need no entry.
 COMPARISON  optional: how results are compared with the reference, where the defaults do not fit.
 """
 
@@ -42,12 +43,16 @@ class Maker:
     def tensor(self, values: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
-    def parents(self, batch: int, num_nodes: int, unused: bool = False) -> Tensor:
-        """[batch, num_nodes] int32: each node under a uniformly chosen earlier one, or unused now and then."""
+    def parents(
+        self, batch: int, num_nodes: int, unused: bool = False, reach: int | None = None, roots: int = 1
+    ) -> Tensor:
+        """[batch, num_nodes] int32: each node under a uniformly chosen one of the nodes before it, of the last `reach`
+        if given, or unused now and then. The first `roots` nodes are under none."""
         node = torch.arange(num_nodes)
         draws = torch.rand(batch, num_nodes, generator=self.generator)
-        parents = (draws * node).long()
-        parents[:, 0] = -1
+        choices = node.clamp(max=num_nodes if reach is None else reach)
+        parents = node - choices + (draws * choices).long()
+        parents[:, :roots] = -1
         if unused:
             orphan = torch.rand(batch, num_nodes, generator=self.generator) < 0.3
             bad = torch.where(draws < 0.5, -1, num_nodes + 7)

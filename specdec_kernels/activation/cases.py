@@ -1,6 +1,5 @@
 """Named inputs of the gated activation."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,16 +11,7 @@ def gated_inputs(make: Maker, *shape: int, scale: float = 1.0) -> dict[str, Any]
     return dict(gate_up=make.normal(*shape[:-1], 2 * shape[-1], scale=scale))
 
 
-def _work(inputs: dict[str, Any]) -> tuple[int, int]:
-    """(bytes moved, floating-point operations): two elements read and one written for each result."""
-    elements = inputs["gate_up"].numel() // 2
-    return 3 * elements * inputs["gate_up"].element_size(), 5 * elements
-
-
 COMPARISON = Comparison(float64=True)
-
-WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {"silu_mul": _work}
-
 
 _case = partial(case_of, "silu_mul", gated_inputs)
 _BENCH: dict[str, Any] = dict(bench=True, tags=("large",))

@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec_kernels.attention.api import mask_paths, plan_attention
 from specdec_kernels.attention.types import AttentionMetadata, AttentionShape
 from specdec_kernels.cases import Maker
+from specdec_kernels.tree.reference import build_tree
 
 _NO_PAGE = 1 << 30
 _DISTINCT_PAGES = 61
@@ -23,20 +24,10 @@ _DISTINCT_PAGES = 61
 def random_tree(
     make: Maker, batch: int, num_slots: int, reach: int | None = None, roots: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Depths [B, M] int32 and mask words [B, M, ceil(M / 64)] int64 of random trees whose node i hangs below
-    one of the `reach` nodes before it (default any); the first `roots` nodes hang below none."""
-    reach = num_slots if reach is None else reach
-    depths = torch.zeros(batch, num_slots, dtype=torch.int32)
-    mask = torch.zeros(batch, num_slots, -(-num_slots // 64), dtype=torch.int64)
-    rows = torch.arange(batch)
-    for node in range(num_slots):
-        if node >= roots:
-            offset = torch.randint(min(node, reach), (batch,), generator=make.generator)
-            parent = node - 1 - offset
-            depths[:, node] = depths[rows, parent] + 1
-            mask[:, node] = mask[rows, parent]
-        mask[:, node, node // 64] |= 1 << node % 64 if node % 64 < 63 else -(1 << 63)
-    return depths.to(make.device), mask.to(make.device)
+    """Depths [B, M] int32 and mask words [B, M, ceil(M / 64)] int64 of random trees, see `Maker.parents`."""
+    parents = make.parents(batch, num_slots, reach=reach, roots=roots)
+    links = build_tree(parents, make.tensor([0] * batch, torch.int64))
+    return links.depth, links.mask
 
 
 def attention_inputs(

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specdec_kernels.cases import Comparison, Maker, WorkModel, case_of
 from specdec_kernels.kv_write.rope import rope_table
@@ -12,10 +11,13 @@ from specdec_kernels.kv_write.rope import rope_table
 _MAX_POS = 64
 
 
-def _placed(
-    make: Maker, tokens: int, page_size: int, skipped: str, kv_heads: int, head_dim: int, planes: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """A pool [*planes, pages, page_size, H_kv, D] with old contents, and distinct slots for the tokens."""
+def _store(
+    make: Maker, tokens: int, planes: tuple[int, ...], kv_heads: int, head_dim: int, page_size: int, skipped: str,
+    rotary_dim: int | None, fp8: str, positions: tuple[int, int] = (0, _MAX_POS),
+) -> dict[str, Any]:  # fmt: skip
+    """A pool [*planes, pages, page_size, H_kv, D] with old contents, its scales, and the tokens' distinct slots and
+    positions. `skipped`: which slots store nothing, `fp8`: scales of an e4m3 pool by number or by head, so small that
+    some entries saturate."""
     pages = -(-tokens // page_size) + 2
     kv = make.normal(*planes, pages, page_size, kv_heads, head_dim)
     slots = torch.randperm(pages * page_size, generator=make.generator)[:tokens]
@@ -25,17 +27,17 @@ def _placed(
         slots[:] = -1
     elif skipped == "outside":
         slots[::2] = pages * page_size + torch.arange(len(slots[::2]))
-    return kv, slots.to(make.device)
-
-
-def _scales(make: Maker, kind: str, kv_heads: int) -> dict[str, Any]:
-    """Scales small enough that some entries of an e4m3 pool saturate."""
-    if not kind:
-        return {}
-    if kind == "number":
-        return dict(k_scale=0.004, v_scale=0.25)
-    by_head = 2.0 ** -make.integers(0, 9, 2, kv_heads).float()
-    return dict(k_scale=by_head[0], v_scale=by_head[1])
+    scales: dict[str, Any] = dict(k_scale=0.004, v_scale=0.25) if fp8 else {}
+    if fp8 == "heads":
+        scales = dict(zip(scales, 2.0 ** -make.integers(0, 9, 2, kv_heads).float(), strict=True))
+    return dict(
+        kv=kv.to(torch.float8_e4m3fn) if fp8 else kv,
+        slots=slots.to(make.device),
+        positions=make.integers(*positions, tokens),
+        rope=rope_table(rotary_dim or head_dim, _MAX_POS, device=make.device),
+        eps=1e-6,
+        **scales,
+    )
 
 
 def write_inputs(
@@ -52,28 +54,15 @@ def write_inputs(
     fp8: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """`fused`: q, k, v are slices of one projection, `skipped`: which slots store nothing, `fp8`: scales of an e4m3
-    pool by number or by head."""
+    """`fused`: q, k, v are slices of one projection. Other arguments as of `_store`."""
     sizes = (heads[0], heads[1], heads[1])
     if fused:
         parts = make.normal(tokens, sum(sizes), head_dim).split(sizes, dim=1)
     else:
         parts = tuple(make.normal(tokens, size, head_dim) for size in sizes)
-    kv, slots = _placed(make, tokens, page_size, skipped, heads[1], head_dim, (2,))
-    return dict(
-        q=parts[0],
-        k=parts[1],
-        v=parts[2],
-        kv=kv.to(torch.float8_e4m3fn) if fp8 else kv,
-        slots=slots,
-        positions=make.integers(*positions, tokens),
-        rope=rope_table(rotary_dim or head_dim, _MAX_POS, device=make.device),
-        q_norm=make.normal(head_dim) if norm else None,
-        k_norm=make.normal(head_dim) if norm else None,
-        eps=1e-6,
-        **_scales(make, fp8, heads[1]),
-        **options,
-    )
+    store = _store(make, tokens, (2,), heads[1], head_dim, page_size, skipped, rotary_dim, fp8, positions)
+    norms = {name: make.normal(head_dim) if norm else None for name in ("q_norm", "k_norm")}
+    return dict(zip("qkv", parts, strict=True)) | store | norms | options
 
 
 def materialize_inputs(
@@ -95,19 +84,8 @@ def materialize_inputs(
         k, v = make.normal(tokens, layers, 2 * kv_heads, head_dim).split(kv_heads, dim=2)
     else:
         k, v = (make.normal(tokens, layers, kv_heads, head_dim) for _ in range(2))
-    kv, slots = _placed(make, tokens, page_size, skipped, kv_heads, head_dim, (layers, 2))
-    return dict(
-        k=k,
-        v=v,
-        kv=kv.to(torch.float8_e4m3fn) if fp8 else kv,
-        slots=slots,
-        positions=make.integers(0, _MAX_POS, tokens),
-        rope=rope_table(rotary_dim or head_dim, _MAX_POS, device=make.device),
-        k_norm=make.normal(layers, head_dim) if norm else None,
-        eps=1e-6,
-        **_scales(make, fp8, kv_heads),
-        **options,
-    )
+    store = _store(make, tokens, (layers, 2), kv_heads, head_dim, page_size, skipped, rotary_dim, fp8)
+    return dict(k=k, v=v, k_norm=make.normal(layers, head_dim) if norm else None) | store | options
 
 
 def _write_work(inputs: dict[str, Any]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.attention import mask_paths
-from specdec_kernels.cases import Comparison, Maker, WorkModel, bytes_of, case_of
+from specdec_kernels.cases import Comparison, Maker, WorkModel, case_of
 from specdec_kernels.linear_attention.paths import (
     accepted_paths,
     chain_paths,
@@ -224,17 +224,12 @@ def _commit_work(inputs: dict[str, Any]) -> tuple[int, int]:
     return 8 * layers * int((counts > 0).sum()) * size + 4 * rows * given.mixed.shape[-1], 5 * rows * size
 
 
-def _norm_work(inputs: dict[str, Any]) -> tuple[int, int]:
-    return bytes_of(inputs, "x", "x", "x", "weight"), 9 * inputs["x"].numel()
-
-
 WORK: dict[str, WorkModel] = {
     "delta_rule_inputs": _inputs_work,
     "delta_rule": _rule_work,
     "delta_rule_chunks": _chunks_work,
     "delta_rule_tree": _tree_work,
     "commit_delta_rule": _commit_work,
-    "gated_rms_norm": _norm_work,
 }
 COMPARISON = Comparison(float64=True)
 

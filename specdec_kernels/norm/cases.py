@@ -1,10 +1,9 @@
 """Named inputs of the norms."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from specdec_kernels.cases import Comparison, Maker, case_of
+from specdec_kernels.cases import Comparison, Maker, WorkModel, case_of
 
 _EPS = 1e-6
 _8B = 4096
@@ -45,12 +44,8 @@ def join_inputs(
     return inputs | dict(feature=feature, feature_weight=make.normal(width), sources=sources)
 
 
-def _row_work(arrays: int) -> Callable[[dict[str, Any]], tuple[int, int]]:
-    """(bytes moved, floating-point operations) where `arrays` [rows, D] arrays are read or written."""
-    return lambda inputs: (arrays * inputs["x"].numel() * inputs["x"].element_size(), 4 * inputs["x"].numel())
-
-
 def _embed_work(inputs: dict[str, Any]) -> tuple[int, int]:
+    """(bytes moved, floating-point operations): of the table the rows of the tokens alone."""
     elements = inputs["tokens"].numel() * inputs["table"].shape[1]
     return 3 * elements * inputs["table"].element_size(), 4 * elements
 
@@ -62,13 +57,7 @@ def _join_work(inputs: dict[str, Any]) -> tuple[int, int]:
 
 COMPARISON = Comparison(float64=True)
 
-WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
-    "rms_norm": _row_work(2),
-    "add_rms_norm": _row_work(4),
-    "embed_rms_norm": _embed_work,
-    "embed_join_rms_norm": _join_work,
-}
-
+WORK: dict[str, WorkModel] = {"embed_rms_norm": _embed_work, "embed_join_rms_norm": _join_work}
 
 _norm = partial(case_of, "rms_norm", norm_inputs)
 _add = partial(case_of, "add_rms_norm", add_inputs)

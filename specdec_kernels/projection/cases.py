@@ -11,7 +11,7 @@ import torch
 from specdec_kernels.all_reduce.cases import exchange_inputs
 from specdec_kernels.all_reduce.reference import words_of
 from specdec_kernels.all_reduce.types import SLOTS, Exchange, exchange_elements
-from specdec_kernels.cases import Case, Comparison, Maker, case_of
+from specdec_kernels.cases import Case, Comparison, Maker, WorkModel, case_of
 from specdec_kernels.parity import bytes_in
 from specdec_kernels.projection.types import GROUP, ScaledWeight
 
@@ -108,7 +108,7 @@ def _unusable_inputs(make: Maker, rows: int, outer: int, inner: int) -> dict[str
     return inputs
 
 
-def _work_of(written: Callable[[int, int], int], bytes_apart: int = 0) -> Callable[[dict[str, Any]], tuple[int, int]]:
+def _work_of(written: Callable[[int, int], int], bytes_apart: int = 0) -> WorkModel:
     """(bytes moved, floating-point operations): weight and x read once, `written(rows, outer)` elements read or written
     besides, and `bytes_apart` per row."""
 
@@ -124,7 +124,7 @@ def _work_of(written: Callable[[int, int], int], bytes_apart: int = 0) -> Callab
 
 COMPARISON = Comparison(float64=True)
 
-WORK: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
+WORK: dict[str, WorkModel] = {
     "linear": _work_of(lambda rows, outer: rows * outer),
     "linear_silu_mul": _work_of(lambda rows, outer: rows * outer // 2),
     "linear_add_rms_norm": _work_of(lambda rows, outer: 3 * rows * outer),

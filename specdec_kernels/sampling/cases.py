@@ -8,22 +8,15 @@ from torch import Tensor
 
 from specdec_kernels.cases import Comparison, Maker, WorkModel, bytes_of, case_of
 from specdec_kernels.sampling.types import MASK_BITS, SamplingTensors
+from specdec_kernels.tree.reference import build_tree
+from specdec_kernels.tree.types import TreeLinks
 
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
-def _paths(make: Maker, batch: int, num_nodes: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Ancestor masks [B, N, words] int64 and positions [B, N] int64 of random trees, nodes outside of the tree among
-    them. The tree family, which computes both, builds on this one."""
-    parents = make.parents(batch, num_nodes, unused=True).long()
-    sees = torch.eye(num_nodes, dtype=torch.bool, device=make.device).repeat(batch, 1, 1)
-    for node in range(1, num_nodes):
-        linked = (parents[:, node] >= 0) & (parents[:, node] < node)
-        above = sees[torch.arange(batch, device=make.device), parents[:, node].clamp(0, node - 1)]
-        sees[:, node] |= above & linked[:, None]
-    weights = torch.ones((), dtype=torch.int64) << (torch.arange(num_nodes) % 64)
-    words = (sees * weights.to(make.device)).split(64, -1)
-    return torch.stack([word.sum(-1) for word in words], -1), lengths[:, None] + sees.sum(-1) - 1
+def _tree(make: Maker, batch: int, num_nodes: int, lengths: Tensor) -> TreeLinks:
+    """Random trees, nodes outside of them among their nodes."""
+    return build_tree(make.parents(batch, num_nodes, unused=True), lengths)
 
 
 def random_sampling(make: Maker, requests: int) -> SamplingTensors:
@@ -194,7 +187,7 @@ def _penalties(
 ) -> dict[str, Any]:
     """Every kind of penalty alone and together on some request; request 1 has none unless there is a bias. Tokens
     repeat on paths."""
-    mask, _ = _paths(make, batch, num_nodes, make.integers(0, 50, batch))
+    mask = _tree(make, batch, num_nodes, make.integers(0, 50, batch)).mask
     request = torch.arange(batch)
     strength = torch.rand(3, batch, generator=make.generator).to(make.device)
     none = request % 5 == 1
@@ -230,7 +223,7 @@ def _forbidden(
     """Histories of few distinct tokens, so that sequences of every length end in them; some begin before the text."""
     lengths = make.integers(0, longest + 1, batch)
     lengths[-1:] = longest
-    mask, positions = _paths(make, batch, num_nodes, lengths)
+    tree = _tree(make, batch, num_nodes, lengths)
     words, column = make.integers(0, 2, batch, count, width), torch.arange(width, device=make.device)
     words[..., -1] = make.integers(-1, vocab + 1, batch, count)
     words[column < width - make.integers(1, width + 1, batch, count)[..., None]] = -1
@@ -238,8 +231,8 @@ def _forbidden(
     return dict(
         logits=make.normal(batch, num_nodes, vocab + padded, scale=3.0)[..., :vocab],
         tokens=make.integers(0, 2, batch, num_nodes),
-        mask=mask,
-        positions=positions,
+        mask=tree.mask,
+        positions=tree.positions,
         history=make.integers(0, 2, batch, 30)[:, 6:],
         lengths=lengths,
         words=words,
@@ -365,12 +358,7 @@ def _masks_read(inputs: dict[str, Any]) -> tuple[int, int]:
 
 
 COMPARISON = Comparison(draws=("pick_tokens",))
-# One read of the logits takes a subtraction, a product and an exponential an entry.
 WORK: dict[str, WorkModel] = {
-    "pick_tokens": lambda i: (bytes_of(i, "logits"), 3 * i["logits"].numel()),
-    "filtered_probs": lambda i: (bytes_of(i, "logits") + 4 * i["logits"].numel(), 3 * i["logits"].numel()),
-    "top_k_renorm": lambda i: (8 * i["probs"].numel(), i["probs"].numel()),
-    "top_p_renorm": lambda i: (8 * i["probs"].numel(), i["probs"].numel()),
     "apply_penalties": lambda i: (
         2 * bytes_of(i, "logits") + bytes_of(i, "output_counts", "prompt_seen", "bias"),
         3 * i["logits"].numel(),

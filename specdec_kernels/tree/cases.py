@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_kernels.cases import Comparison, Maker, WorkModel, bytes_of, case_of
+from specdec_kernels.cases import Comparison, Maker, case_of
 from specdec_kernels.tree.reference import build_tree
 from specdec_kernels.tree.types import Candidates, Frontier
 
@@ -201,21 +201,6 @@ def _marginals_hostile(make: Maker) -> dict[str, Any]:
         num_nodes=14,
     )
 
-
-def _links_bytes(batch: int, nodes: int) -> int:
-    return batch * nodes * (3 * 4 + 8 + 8 * -(-nodes // 64))
-
-
-WORK: dict[str, WorkModel] = {
-    "sample_children": lambda i: (bytes_of(i, "probs"), i["probs"].numel()),
-    "build_tree": lambda i: (bytes_of(i, "parents", "lengths") + _links_bytes(*i["parents"].shape), 0),
-    "build_chain": lambda i: (bytes_of(i, "lengths") + _links_bytes(len(i["lengths"]), i["num_nodes"]), 0),
-    "links_from_mask": lambda i: (bytes_of(i, "mask", "lengths") + _links_bytes(*i["mask"].shape[:2]), 0),
-    "draft_topk": lambda i: (bytes_of(i, "logits") + len(i["logits"]) * i["k"] * 12, 3 * i["logits"].numel()),
-    "expand_tree": lambda i: (bytes_of(i, "probs", "tokens") + 16 * i["probs"].numel(), i["probs"].numel()),
-    "rerank_tree": lambda i: (bytes_of(i, "path_scores", "parents") + len(i["last_tokens"]) * i["num_nodes"] * 24, 0),
-    "best_first_tree": lambda i: (bytes_of(i, "probs") + len(i["last_tokens"]) * i["num_nodes"] * 24, 0),
-}
 
 _STAR = [-1] + [0] * 16
 _DEEP = [-1] + list(range(69))
