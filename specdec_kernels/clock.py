@@ -10,6 +10,7 @@ import time
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
 
@@ -33,7 +34,7 @@ def _border_kernel(
     tl.store(times_ptr, now)
 
 
-def pass_border(times: torch.Tensor, place: int) -> None:
+def pass_border(times: Tensor, place: int) -> None:
     """Add the time since the last border to `times[place]` and restart the clock; place 0 only restarts it. `times` [P
     + 1] int64, contiguous; `place` 0 to P. On a GPU this is work of the current stream and can be captured; elsewhere
     it reads the host's clock at once. Raises ValueError if shape, dtype or place do not fit."""

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.checks import expect_choice
 from specdec_kernels.interpreter import FAST_INTERPRETER, prepare
@@ -40,7 +41,7 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def use_triton(impl: str, tensor: torch.Tensor) -> bool:
+def use_triton(impl: str, tensor: Tensor) -> bool:
     """Whether `impl` means the Triton kernel for `tensor`'s device: `auto` takes it on a GPU or in the interpreter, but
     not for float64, and `triton` raises RuntimeError where no kernel can run, ValueError for float64."""
     expect_choice("impl", impl, IMPLS)
@@ -60,14 +61,14 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     return interpreting()
 
 
-def dispatch(function: str, family: str, impl: str, tensor: torch.Tensor, kernel: str = "kernel") -> Callable[..., Any]:
+def dispatch(function: str, family: str, impl: str, tensor: Tensor, kernel: str = "kernel") -> Callable[..., Any]:
     """The implementation of `function` that `impl` means for `tensor`'s device: from the module `kernel` or
     `reference` of the package `family`, imported at its first use. Raises as `use_triton` does."""
     module = kernel if use_triton(impl, tensor) else "reference"
     return getattr(import_module(f"{family}.{module}"), function)
 
 
-def current_chip(tensor: torch.Tensor) -> str:
+def current_chip(tensor: Tensor) -> str:
     """Key of the static config tables: one of `CHIPS`, or `interpreter`."""
     if _recorder is not None:
         return _recorder[0]
@@ -79,7 +80,7 @@ def current_chip(tensor: torch.Tensor) -> str:
     return "sm100" if major >= 10 else "sm90" if major == 9 else "sm80"
 
 
-def num_processors(tensor: torch.Tensor) -> int:
+def num_processors(tensor: Tensor) -> int:
     """Multiprocessors of the tensor's GPU; 1 in the interpreter."""
     if _recorder is not None or not tensor.is_cuda:
         return 128 if _recorder is not None else 1
@@ -112,7 +113,7 @@ def launch(
 
 def _on_device_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
     """The GPU of the first tensor as the current one: Triton launches there, regardless of where the tensors are."""
-    tensor = next((value for _, value in leaves(args) if isinstance(value, torch.Tensor)), None)
+    tensor = next((value for _, value in leaves(args) if isinstance(value, Tensor)), None)
     if tensor is None or not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.get_device())

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.cases import Comparison
 
@@ -21,9 +22,9 @@ _REFERENCE_LIMIT_BYTES = 12 << 30
 _BORDER_SHARE = 0.03  # of the rows, and one row in any case
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Tensors inside nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
@@ -87,7 +88,7 @@ def _rows_that_differ(function: Callable[..., Any], inputs: dict[str, Any]) -> t
     return sum(wrong), rows
 
 
-def difference(kernel_side: list[torch.Tensor], reference_side: list[torch.Tensor]) -> str | None:
+def difference(kernel_side: list[Tensor], reference_side: list[Tensor]) -> str | None:
     for index, (kernel, reference) in enumerate(zip(kernel_side, reference_side, strict=True)):
         if kernel.shape != reference.shape or kernel.dtype != reference.dtype:
             return f"tensor {index}: {kernel.dtype} {list(kernel.shape)}, not {reference.dtype} {list(reference.shape)}"
@@ -96,7 +97,7 @@ def difference(kernel_side: list[torch.Tensor], reference_side: list[torch.Tenso
     return None
 
 
-def _gap(kernel: torch.Tensor, reference: torch.Tensor) -> str | None:
+def _gap(kernel: Tensor, reference: Tensor) -> str | None:
     """Integers equal; floats within a few roundings of the largest value, NaN and infinities in the same places."""
     if not kernel.is_floating_point():
         wrong = int((kernel != reference).sum())
@@ -135,5 +136,5 @@ def _on_requests(
     chosen = {name: value for name, value in inputs.items() if name != "tile_schedule"}
     for name in chosen.keys() & set(comparison.by_request):
         value = chosen[name]
-        chosen[name] = value[requests].contiguous() if isinstance(value, torch.Tensor) else value.of_requests(requests)
+        chosen[name] = value[requests].contiguous() if isinstance(value, Tensor) else value.of_requests(requests)
     return difference(kernel_side, list(tensors_in(function(**chosen, impl="reference"))))

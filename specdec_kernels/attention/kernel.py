@@ -31,12 +31,7 @@ from specdec_kernels.attention.device_hopper import COPY_KEYS
 from specdec_kernels.attention.kernel_hopper import WARP_SPECIALIZED_TILES, launch_warp_specialized
 from specdec_kernels.attention.kernel_merge import merge_parts
 from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
-from specdec_kernels.attention.launch_arguments import (
-    pool_argument,
-    score_factors,
-    static_of,
-    tensors_of,
-)
+from specdec_kernels.attention.launch_arguments import pool_argument, score_factors, static_of, tensors_of
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor

@@ -18,12 +18,7 @@ from torch import Tensor
 
 from specdec_kernels.attention import device as d
 from specdec_kernels.attention.configs import node_config
-from specdec_kernels.attention.launch_arguments import (
-    pool_argument,
-    score_factors,
-    static_of,
-    tensors_of,
-)
+from specdec_kernels.attention.launch_arguments import pool_argument, score_factors, static_of, tensors_of
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.commit.types import CommitInputs, Committed
 from specdec_kernels.launch import CHIPS, current_chip, lanes, launch
@@ -154,7 +155,7 @@ def commit_step(inputs: CommitInputs) -> Committed:
     return committed
 
 
-def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor) -> list[torch.Tensor]:
+def gather_path(values: Sequence[Tensor], nodes: Tensor) -> list[Tensor]:
     batch, path = nodes.shape
     num_nodes, width = values[0].shape[1:]
     chip = current_chip(nodes)
@@ -175,7 +176,7 @@ def gather_path(values: Sequence[torch.Tensor], nodes: torch.Tensor) -> list[tor
     return gathered
 
 
-def keep_last(store: torch.Tensor, values: torch.Tensor, counts: torch.Tensor) -> None:
+def keep_last(store: Tensor, values: Tensor, counts: Tensor) -> None:
     batch, width = store.shape
     block = min(lanes(width), BLOCK_WIDTH[current_chip(store)])
     launch(

@@ -13,13 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import (
-    Expected,
-    expect_at_least_one,
-    expect_between,
-    expect_choice,
-    expect_tensors,
-)
+from specdec_kernels.checks import Expected, expect_at_least_one, expect_between, expect_choice, expect_tensors
 from specdec_kernels.experts.types import (
     GROUP_SCORES,
     SCORINGS,
@@ -185,9 +179,7 @@ def _check_logits(logits: Tensor, routing: Routing, correction_bias: Tensor | No
     _check_routing(routing, experts, correction_bias is not None)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     expect_tensors(
-        {"logits": logits},
-        correction_bias=(correction_bias, (experts,), wide),
-        is_real=(is_real, (rows,), torch.bool),
+        {"logits": logits}, correction_bias=(correction_bias, (experts,), wide), is_real=(is_real, (rows,), torch.bool)
     )
 
 

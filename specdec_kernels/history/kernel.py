@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 import triton
+from torch import Tensor
 
 from specdec_kernels.history.configs import CONFIGS, draft_warps
 from specdec_kernels.history.kernel_draft import draft_kernel
@@ -23,12 +24,7 @@ _MAX_RANKS = 512
 
 
 def insert_histories(
-    store: HistoryStore,
-    history: torch.Tensor,
-    slots: torch.Tensor,
-    start: torch.Tensor,
-    counts: torch.Tensor,
-    width: int,
+    store: HistoryStore, history: Tensor, slots: Tensor, start: Tensor, counts: Tensor, width: int
 ) -> None:
     config, written = CONFIGS[current_chip(history)], Written(slots, start, counts)
     batch, context = history.shape
@@ -49,7 +45,7 @@ def insert_histories(
 
 
 def match_histories(
-    store: HistoryStore, history: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, options: MatchOptions
+    store: HistoryStore, history: Tensor, lengths: Tensor, slots: Tensor, options: MatchOptions
 ) -> HistoryDraft:
     num_nodes, order, max_ngram, max_candidates, least, shared = options
     config = CONFIGS[current_chip(history)]
@@ -96,9 +92,7 @@ def match_histories(
     return draft
 
 
-def _scan(
-    store: HistoryStore, history: torch.Tensor, lengths: torch.Tensor, max_candidates: int, bigrams: bool
-) -> Scan:
+def _scan(store: HistoryStore, history: Tensor, lengths: Tensor, max_candidates: int, bigrams: bool) -> Scan:
     """Read all histories for all requests."""
     config = CONFIGS[current_chip(history)]
     batch, context = history.shape

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.kv_index.types import (
     CHUNK_UNIT,
@@ -296,8 +297,8 @@ def _move_kernel(
 
 
 def running_sums(
-    counts: torch.Tensor,
-    out: torch.Tensor,
+    counts: Tensor,
+    out: Tensor,
     *,
     capacity: int = INT64_MAX,
     limit: int = INT64_MAX,
@@ -305,7 +306,7 @@ def running_sums(
     add: int = 0,
     growth: int = 0,
     unit: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """Exclusive sums of sequence sizes, then the total, into `out` [E + 1] or, per step, [steps, >= E + 1].
 
     Each count stands for `repeat` sequences. Sequence r of a count c has in step s the size
@@ -320,9 +321,7 @@ def running_sums(
     return out
 
 
-def token_slots(
-    page_table: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, width: int, page_size: int
-) -> torch.Tensor:
+def token_slots(page_table: Tensor, start: Tensor, counts: Tensor, width: int, page_size: int) -> Tensor:
     batch, row_pages = page_table.shape
     slots = torch.empty(batch, width, dtype=torch.int64, device=page_table.device)
     total, config = batch * width, CONFIGS[current_chip(page_table)]
@@ -335,13 +334,7 @@ def token_slots(
 
 
 def level_slots(
-    page_table: torch.Tensor,
-    lengths: torch.Tensor,
-    active: torch.Tensor,
-    levels: int,
-    width: int,
-    page_size: int,
-    first: int,
+    page_table: Tensor, lengths: Tensor, active: Tensor, levels: int, width: int, page_size: int, first: int
 ) -> LevelSlots:
     batch, row_pages = page_table.shape
     if levels == 0:
@@ -363,7 +356,7 @@ def level_slots(
 
 
 def flashinfer_indices(
-    page_table: torch.Tensor, lengths: torch.Tensor, page_size: int, columns: int, out: FlashInferIndices
+    page_table: Tensor, lengths: Tensor, page_size: int, columns: int, out: FlashInferIndices
 ) -> None:
     batch, entries = page_table.shape[0], out.indices.shape[0]
     running_sums(lengths, out.indptr, limit=columns * page_size, unit=page_size)
@@ -375,7 +368,7 @@ def flashinfer_indices(
     )  # fmt: skip
 
 
-def flashinfer_chunks(keys: torch.Tensor, most: int, out: FlashInferChunks, limit: int) -> None:
+def flashinfer_chunks(keys: Tensor, most: int, out: FlashInferChunks, limit: int) -> None:
     batch, tiles, config = len(keys), len(out.request), CONFIGS[current_chip(keys)]
     launch(
         _chunks_kernel, (1,), keys, out, batch, tiles, (len(out.ends) - 1) // batch, limit,
@@ -385,13 +378,13 @@ def flashinfer_chunks(keys: torch.Tensor, most: int, out: FlashInferChunks, limi
 
 
 def flashinfer_mask(
-    mask: torch.Tensor,
-    lengths: torch.Tensor,
-    keys: torch.Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    keys: Tensor,
     window: int | None,
-    depths: torch.Tensor | None,
-    row_depths: torch.Tensor | None,
-    out: torch.Tensor,
+    depths: Tensor | None,
+    row_depths: Tensor | None,
+    out: Tensor,
 ) -> None:
     (batch, nodes, words), request_bytes = mask.shape, out.shape[1]
     config = CONFIGS[current_chip(mask)]
@@ -403,7 +396,7 @@ def flashinfer_mask(
     )  # fmt: skip
 
 
-def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> FlashAttentionIndices:
+def flash_attention_table(page_table: Tensor, lengths: Tensor, page_size: int) -> FlashAttentionIndices:
     batch, row_pages = page_table.shape
     out = FlashAttentionIndices(
         torch.empty_like(page_table), torch.empty(batch, dtype=torch.int32, device=page_table.device)
@@ -417,7 +410,7 @@ def flash_attention_table(page_table: torch.Tensor, lengths: torch.Tensor, page_
     return out
 
 
-def move_accepted(kv: torch.Tensor, page_table: torch.Tensor, lengths: torch.Tensor, nodes: torch.Tensor) -> None:
+def move_accepted(kv: Tensor, page_table: Tensor, lengths: Tensor, nodes: Tensor) -> None:
     layers, sides, pages, page_size, heads, dim = kv.shape
     batch, path = nodes.shape
     planes, row = layers * sides, heads * dim

@@ -15,6 +15,7 @@ one layer with queries, `materialize_kv` several without.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.kv_write.types import KVStore, StoreOptions
 from specdec_kernels.launch import current_chip, lanes, launch
@@ -247,24 +248,22 @@ def _kv_write_kernel(
             )  # fmt: skip
 
 
-def write_kv(
-    q: torch.Tensor, store: KVStore, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, options: StoreOptions
-) -> torch.Tensor:
+def write_kv(q: Tensor, store: KVStore, q_norm: Tensor | None, k_norm: Tensor | None, options: StoreOptions) -> Tensor:
     out = q.new_empty(q.shape)
     _launch(q, out, q_norm, store.with_layer_axis(), None if k_norm is None else k_norm[None], options)
     return out
 
 
-def materialize_kv(store: KVStore, k_norm: torch.Tensor | None, options: StoreOptions) -> None:
+def materialize_kv(store: KVStore, k_norm: Tensor | None, options: StoreOptions) -> None:
     _launch(None, None, None, store, k_norm, options)
 
 
 def _launch(
-    q: torch.Tensor | None,
-    out: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
+    q: Tensor | None,
+    out: Tensor | None,
+    q_norm: Tensor | None,
     store: KVStore,
-    k_norm: torch.Tensor | None,
+    k_norm: Tensor | None,
     options: StoreOptions,
 ) -> None:
     """q, out: [T, H, D] or None."""
@@ -295,8 +294,8 @@ def _launch(
         REST_BLOCK=lanes(head_dim - 2 * half),
         D_BLOCK=lanes(head_dim),
         INTERLEAVED=interleaved,
-        K_BY_HEAD=isinstance(k_scale, torch.Tensor),
-        V_BY_HEAD=isinstance(v_scale, torch.Tensor),
+        K_BY_HEAD=isinstance(k_scale, Tensor),
+        V_BY_HEAD=isinstance(v_scale, Tensor),
         **block,
         **pdl_options(chip),
     )

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.cases import Comparison, Maker, WorkModel, case_of
 from specdec_kernels.lattice.types import Lattice, PairFactors
@@ -40,7 +41,7 @@ def make_lattice(
     )
 
 
-def make_pairs(make: Maker, lattice: Lattice, scale: float = 2.0, levels: int = 0) -> torch.Tensor:
+def make_pairs(make: Maker, lattice: Lattice, scale: float = 2.0, levels: int = 0) -> Tensor:
     batch, depth, candidates = lattice.tokens.shape
     shape = (batch, depth, candidates, candidates)
     if levels:

@@ -12,6 +12,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.lattice.configs import CONFIGS
 from specdec_kernels.lattice.types import Draws, Lattice, PairFactors, SampledChain
@@ -252,7 +253,7 @@ def _tree_kernel(
         place = tl.where(found, place + 1, DEPTH)
 
 
-def pair_scores(lattice: Lattice, factors: PairFactors) -> torch.Tensor:
+def pair_scores(lattice: Lattice, factors: PairFactors) -> Tensor:
     batch, depth, candidates = lattice.tokens.shape
     chip, rank = current_chip(factors.predecessors), factors.predecessors.shape[1]
     config = CONFIGS[chip]
@@ -266,13 +267,13 @@ def pair_scores(lattice: Lattice, factors: PairFactors) -> torch.Tensor:
     return pairs
 
 
-def greedy_chain(lattice: Lattice, pairs: torch.Tensor) -> Selection:
+def greedy_chain(lattice: Lattice, pairs: Tensor) -> Selection:
     chain = empty_selection(lattice.last_tokens, lattice.tokens.shape[1] + 1)
     _launch_chain(lattice, pairs, Draws(None, None, None, None), chain, None)
     return chain
 
 
-def sample_chain(lattice: Lattice, pairs: torch.Tensor, draws: Draws) -> SampledChain:
+def sample_chain(lattice: Lattice, pairs: Tensor, draws: Draws) -> SampledChain:
     chain = empty_selection(lattice.last_tokens, lattice.tokens.shape[1] + 1)
     probs = pairs.new_empty(lattice.tokens.shape)
     if draws.uniforms is not None:
@@ -281,9 +282,7 @@ def sample_chain(lattice: Lattice, pairs: torch.Tensor, draws: Draws) -> Sampled
     return SampledChain(*chain, probs)
 
 
-def _launch_chain(
-    lattice: Lattice, pairs: torch.Tensor, draws: Draws, chain: Selection, probs: torch.Tensor | None
-) -> None:
+def _launch_chain(lattice: Lattice, pairs: Tensor, draws: Draws, chain: Selection, probs: Tensor | None) -> None:
     (batch, depth, candidates), chip = lattice.tokens.shape, current_chip(pairs)
     block_c = max(triton.next_power_of_2(candidates), d.MIN_SCAN)
     block_q = d.rows_per_program(batch, CONFIGS[chip].max_requests, block_c * block_c)
@@ -294,7 +293,7 @@ def _launch_chain(
     )  # fmt: skip
 
 
-def lattice_tree(lattice: Lattice, pairs: torch.Tensor, num_nodes: int) -> Selection:
+def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int) -> Selection:
     (batch, depth, candidates), chip = lattice.tokens.shape, current_chip(pairs)
     tree = empty_selection(lattice.last_tokens, num_nodes)
     block_n, block_c = (max(triton.next_power_of_2(size), d.MIN_SCAN) for size in (num_nodes, candidates))

@@ -8,6 +8,7 @@ its gates need, so that nothing but the new state is written.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.lattice.configs import CONFIGS
 from specdec_kernels.lattice.kernel import table_rows
@@ -131,9 +132,7 @@ def _gru_kernel(
     tl.store(next_ptr + row[:, None] * SIZE + unit[None, :], following.to(next_ptr.dtype.element_ty), mask=inside)
 
 
-def rnn_step(
-    tokens: torch.Tensor, state: torch.Tensor, embedding: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor
-) -> RnnStep:
+def rnn_step(tokens: Tensor, state: Tensor, embedding: Tensor, weight: Tensor, hidden: Tensor) -> RnnStep:
     step = RnnStep(torch.empty_like(state), torch.empty_like(state))
     grid, sizes = _tiles(state, state.shape[1])
     launch(
@@ -143,9 +142,7 @@ def rnn_step(
     return step
 
 
-def gru_step(
-    tokens: torch.Tensor, state: torch.Tensor, embedding: torch.Tensor, weight_ih: torch.Tensor, weight_hh: torch.Tensor
-) -> torch.Tensor:
+def gru_step(tokens: Tensor, state: Tensor, embedding: Tensor, weight_ih: Tensor, weight_hh: Tensor) -> Tensor:
     following = torch.empty_like(state)
     grid, sizes = _tiles(state, max(state.shape[1], embedding.shape[1]))
     launch(
@@ -155,7 +152,7 @@ def gru_step(
     return following
 
 
-def _tiles(state: torch.Tensor, inputs: int) -> tuple[tuple[int, int], dict[str, int]]:
+def _tiles(state: Tensor, inputs: int) -> tuple[tuple[int, int], dict[str, int]]:
     """The grid of a step, and its block sizes and warps."""
     (rows, size), chip = state.shape, current_chip(state)
     config = CONFIGS[chip]

@@ -11,13 +11,7 @@ from specdec_kernels.all_reduce.reference import all_reduce_add_rms_norm, tell_n
 from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.norm.reference import add_rms_norm
 from specdec_kernels.norm.types import Normed, NormInputs
-from specdec_kernels.projection.types import (
-    GROUP,
-    LARGEST_CODE,
-    LEAST_MAGNITUDE,
-    Product,
-    ScaledWeight,
-)
+from specdec_kernels.projection.types import GROUP, LARGEST_CODE, LEAST_MAGNITUDE, Product, ScaledWeight
 
 
 def dequantised(weight: ScaledWeight, dtype: torch.dtype = torch.float32) -> Tensor:

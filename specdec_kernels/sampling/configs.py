@@ -29,13 +29,7 @@ SELECTION = dict.fromkeys(CHIPS, _GPU) | {
     # The interpreter's time goes with programs, not lanes; few slots, so that its cases reach the deferred rows, and
     # several warps, though none runs there, so that their parts are added as on a GPU.
     "interpreter": SelectionConfig(
-        slots=8,
-        strips=1 << 10,
-        sampled_strips=1 << 10,
-        max_rows=1 << 15,
-        sample_warps=1,
-        select_warps=2,
-        chunk=1024,
+        slots=8, strips=1 << 10, sampled_strips=1 << 10, max_rows=1 << 15, sample_warps=1, select_warps=2, chunk=1024
     ),
 }
 PENALTY_TILE = dict.fromkeys(CHIPS, 2048) | {"interpreter": 8192}

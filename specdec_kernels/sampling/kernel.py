@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
@@ -31,10 +32,10 @@ class Selected(NamedTuple):
     sum exp of the row at temperature 1, unfiltered.
     """
 
-    tokens: torch.Tensor  # [R] int64
-    valid: torch.Tensor  # [R] bool
-    logprobs: torch.Tensor | None  # [R] float32
-    distribution: torch.Tensor | None  # [4, R] float32
+    tokens: Tensor  # [R] int64
+    valid: Tensor  # [R] bool
+    logprobs: Tensor | None  # [R] float32
+    distribution: Tensor | None  # [4, R] float32
 
 
 @triton.jit
@@ -203,10 +204,10 @@ def _select_kernel(
 
 
 def select(
-    values: torch.Tensor,
+    values: Tensor,
     sampling: SamplingTensors,
-    positions: torch.Tensor | None,
-    uniforms: torch.Tensor | None,
+    positions: Tensor | None,
+    uniforms: Tensor | None,
     *,
     per_request: int = 1,
     stream: int = TARGET_STREAM,
@@ -285,7 +286,7 @@ def _probs_kernel(
     tl.store(probs_ptr + row.to(tl.int64)[:, None] * VOCAB + column, prob, mask=live)
 
 
-def filtered_probs(logits: torch.Tensor, sampling: SamplingTensors, probabilities: bool = False) -> torch.Tensor:
+def filtered_probs(logits: Tensor, sampling: SamplingTensors, probabilities: bool = False) -> Tensor:
     """See `specdec_kernels.sampling.filtered_probs`; with `probabilities` the rows hold probabilities, not logits."""
     rows, vocab = logits.shape
     if sampling.temperature is None:
@@ -303,10 +304,10 @@ def filtered_probs(logits: torch.Tensor, sampling: SamplingTensors, probabilitie
 
 
 def pick_tokens(
-    logits: torch.Tensor,
+    logits: Tensor,
     sampling: SamplingTensors,
-    positions: torch.Tensor | None = None,
-    uniforms: torch.Tensor | None = None,
+    positions: Tensor | None = None,
+    uniforms: Tensor | None = None,
     *,
     return_logprobs: bool = False,
     stream: int = TARGET_STREAM,

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
@@ -163,7 +164,7 @@ def _filter_kernel(
     tl.store(distribution_ptr + 2 * rows + row, total, mask=in_row)
 
 
-def keep(rows: Rows, strips: Strips, distribution: torch.Tensor) -> Kept:
+def keep(rows: Rows, strips: Strips, distribution: Tensor) -> Kept:
     """The weight that the filters leave of every row; floor and total go to `distribution` [4, R]."""
     values, sampling, chip = rows.values, rows.sampling, current_chip(rows.values)
     (count, vocab), config = values.shape, SELECTION[chip]

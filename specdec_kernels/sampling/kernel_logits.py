@@ -7,9 +7,9 @@ several). Rows of requests without a penalty or constraint are neither read nor 
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.sampling.configs import FORBID_TILE, PENALTY_TILE
@@ -98,7 +98,7 @@ def apply_penalties(call: Penalties) -> None:
     _launch_tiles(_penalties_kernel, call.logits, (call,), WORDS=call.mask.shape[-1])
 
 
-def count_tokens(counts: torch.Tensor, tokens: torch.Tensor, num: torch.Tensor) -> None:
+def count_tokens(counts: Tensor, tokens: Tensor, num: Tensor) -> None:
     batch, width = tokens.shape
     launch(
         _count_kernel, (batch if width else 0,), counts, tokens, num, num_warps=1, VOCAB=counts.shape[1],
@@ -191,16 +191,16 @@ def _mask_kernel(
         tl.store(logits_ptr + row[:, None] * row_stride + column, float("-inf"), mask=live & forbidden)
 
 
-def mask_tokens(logits: torch.Tensor, bits: torch.Tensor, constrained: torch.Tensor) -> None:
+def mask_tokens(logits: Tensor, bits: Tensor, constrained: Tensor) -> None:
     _launch_tiles(_mask_kernel, logits, (logits, bits, constrained), WORDS=bits.shape[-1], WORD_BITS=MASK_BITS)
 
 
-def _rows_of_program(flat: torch.Tensor) -> int:
+def _rows_of_program(flat: Tensor) -> int:
     """Rows of each program; the interpreter takes all at once."""
     return triton.next_power_of_2(max(len(flat), 1)) if current_chip(flat) == "interpreter" else 1
 
 
-def _launch_tiles(kernel: Any, logits: torch.Tensor, arguments: tuple[Any, ...], **sizes: int) -> None:
+def _launch_tiles(kernel: Any, logits: Tensor, arguments: tuple[Any, ...], **sizes: int) -> None:
     """Launch `kernel` over the tiles of `logits` [B, N, V]."""
     (_, num_nodes, vocab), flat = logits.shape, logits.flatten(0, 1)
     block_v = min(max(triton.next_power_of_2(vocab), 2), PENALTY_TILE[current_chip(logits)])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
@@ -206,7 +207,7 @@ def _list_kernel(
         tl.store(mine + slot, value, mask=inside & countable[:, None] & (rank <= KEEP))
 
 
-def list_values(rows: Rows, queue: torch.Tensor, state: torch.Tensor, edges: torch.Tensor, static: Static) -> Lists:
+def list_values(rows: Rows, queue: Tensor, state: Tensor, edges: Tensor, static: Static) -> Lists:
     """The `Lists` of the rows in `queue` [1 + R]; `state` [6, R], `edges` [5, R]."""
     values, sampling, chip = rows.values, rows.sampling, current_chip(rows.values)
     config, count, chunks = SELECTION[chip], len(values), static.CHUNKS

@@ -9,9 +9,9 @@
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
@@ -27,10 +27,10 @@ class Kept(NamedTuple):
     """The weight that filters leave: of slots, of chunks, or of all strips, as the row's state says. Without `ids` slot
     i is group i, and there are no chunks."""
 
-    ids: torch.Tensor | None  # [R, SLOTS] int32: the group in each slot
-    slots: torch.Tensor | None  # [R, SLOTS] float32
-    state: torch.Tensor | None  # [6, R] float32, see `kernel_nucleus`
-    chunks: torch.Tensor | None  # [R, chunks] float32
+    ids: Tensor | None  # [R, SLOTS] int32: the group in each slot
+    slots: Tensor | None  # [R, SLOTS] float32
+    state: Tensor | None  # [6, R] float32, see `kernel_nucleus`
+    chunks: Tensor | None  # [R, chunks] float32
 
 
 @triton.jit
@@ -259,9 +259,9 @@ def _settle_kernel(
 def settle(
     rows: Rows,
     kept: Kept,
-    edges: torch.Tensor | None,
+    edges: Tensor | None,
     lists: nucleus.Lists | None,
-    distribution: torch.Tensor,
+    distribution: Tensor,
     static: nucleus.Static,
 ) -> None:
     """Write floor and total of every filtered row to `distribution` [4, R], and the kept weight: of the slots of the

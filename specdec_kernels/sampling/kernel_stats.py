@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
@@ -28,7 +29,7 @@ _MOST_WARPS = 8
 class Rows(NamedTuple):
     """The rows of one call; row r belongs to request r // per_request."""
 
-    values: torch.Tensor  # [R, V]
+    values: Tensor  # [R, V]
     sampling: SamplingTensors  # by request
     per_request: int
     probabilities: bool  # whether the values are probabilities
@@ -41,10 +42,10 @@ class Rows(NamedTuple):
 class Strips(NamedTuple):
     """Statistics of all rows."""
 
-    tops: torch.Tensor  # [R, STRIPS] float32: the largest value
-    sums: torch.Tensor  # [0 to 2, R, STRIPS] float32: at the temperature (sampled rows), at 1 (log-probabilities)
-    groups: torch.Tensor | None  # [R, groups of 64 tokens] float32, where there are filters
-    queue: torch.Tensor | None  # [1 + R] int32: for the rows that filters defer; emptied, its first entry is set to 0
+    tops: Tensor  # [R, STRIPS] float32: the largest value
+    sums: Tensor  # [0 to 2, R, STRIPS] float32: at the temperature (sampled rows), at 1 (log-probabilities)
+    groups: Tensor | None  # [R, groups of 64 tokens] float32, where there are filters
+    queue: Tensor | None  # [1 + R] int32: for the rows that filters defer; emptied, its first entry is set to 0
 
 
 @triton.jit

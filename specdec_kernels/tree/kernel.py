@@ -8,6 +8,7 @@ The union of two trees has one program per request: the nodes of the second tree
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.tree.configs import CONFIGS
@@ -190,7 +191,7 @@ def _merge_kernel(
     tl.store(merged.parents + out + node, parent, mask=live)
 
 
-def build_tree(parents: torch.Tensor | None, lengths: torch.Tensor, num_nodes: int | None = None) -> TreeLinks:
+def build_tree(parents: Tensor | None, lengths: Tensor, num_nodes: int | None = None) -> TreeLinks:
     """Without parents, of chains of `num_nodes` nodes."""
     num_nodes = parents.shape[1] if parents is not None else num_nodes or 0
     (batch,), words = lengths.shape, mask_words(num_nodes)
@@ -207,15 +208,15 @@ def build_tree(parents: torch.Tensor | None, lengths: torch.Tensor, num_nodes: i
     return links
 
 
-def build_chain(lengths: torch.Tensor, num_nodes: int) -> TreeLinks:
+def build_chain(lengths: Tensor, num_nodes: int) -> TreeLinks:
     return build_tree(None, lengths, num_nodes)
 
 
-def links_from_mask(mask: torch.Tensor, lengths: torch.Tensor) -> TreeLinks:
+def links_from_mask(mask: Tensor, lengths: Tensor) -> TreeLinks:
     return build_tree(tree_parents(mask), lengths)
 
 
-def tree_parents(mask: torch.Tensor) -> torch.Tensor:
+def tree_parents(mask: Tensor) -> Tensor:
     """See `specdec_kernels.tree.tree_parents`; bits may also be bools."""
     batch, num_nodes, columns = mask.shape
     parents = torch.empty(batch, num_nodes, dtype=torch.int32, device=mask.device)
@@ -228,9 +229,7 @@ def tree_parents(mask: torch.Tensor) -> torch.Tensor:
     return parents
 
 
-def merge_trees(
-    tokens: torch.Tensor, parents: torch.Tensor, other_tokens: torch.Tensor, other_parents: torch.Tensor
-) -> MergedTree:
+def merge_trees(tokens: Tensor, parents: Tensor, other_tokens: Tensor, other_parents: Tensor) -> MergedTree:
     (batch, first), second = tokens.shape, other_tokens.shape[1]
     size = first + second - 1
     merged = MergedTree(tokens.new_empty(batch, size), parents.new_empty(batch, size))
@@ -242,7 +241,7 @@ def merge_trees(
     return merged
 
 
-def _plan(requests: torch.Tensor, num_nodes: int) -> tuple[tuple[int, int], int, dict[str, int]]:
+def _plan(requests: Tensor, num_nodes: int) -> tuple[tuple[int, int], int, dict[str, int]]:
     """Grid, warps and compile-time arguments that all kernels share; `requests` has a row for each."""
     config = CONFIGS[current_chip(requests)]
     batch = requests.shape[0]

@@ -9,6 +9,7 @@ Scores are compared as integers of the same order (`sort_key`), whose maximum is
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
@@ -227,7 +228,7 @@ def expand_tree(call: Expansion) -> Frontier | None:
     return following
 
 
-def rerank_tree(call: Candidates, last_tokens: torch.Tensor, num_nodes: int) -> Selection:
+def rerank_tree(call: Candidates, last_tokens: Tensor, num_nodes: int) -> Selection:
     batch, candidates = call.path_scores.shape
     selection = empty_selection(last_tokens, num_nodes)
     block_m = _lanes(candidates)
@@ -239,7 +240,7 @@ def rerank_tree(call: Candidates, last_tokens: torch.Tensor, num_nodes: int) -> 
     return selection
 
 
-def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torch.Tensor, num_nodes: int) -> Selection:
+def best_first_tree(probs: Tensor, tokens: Tensor, last_tokens: Tensor, num_nodes: int) -> Selection:
     batch, depths, children = probs.shape
     selection = empty_selection(last_tokens, num_nodes)
     # One warp: a step is a few reductions in a row, and within a warp they need no barrier.
@@ -250,7 +251,7 @@ def best_first_tree(probs: torch.Tensor, tokens: torch.Tensor, last_tokens: torc
     return selection
 
 
-def empty_selection(last_tokens: torch.Tensor, num_nodes: int) -> Selection:
+def empty_selection(last_tokens: Tensor, num_nodes: int) -> Selection:
     shape = (last_tokens.shape[0], num_nodes)
     dtypes = (torch.int64, torch.int32, torch.int32, torch.float32)
     return Selection(*(last_tokens.new_empty(shape, dtype=dtype) for dtype in dtypes))

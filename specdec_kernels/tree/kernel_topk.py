@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
@@ -116,7 +117,7 @@ def _topk_merge_kernel(
     tl.store(tokens_ptr + row * COUNT + lane, token.to(tl.int64), mask=lane < COUNT)
 
 
-def draft_topk(logits: torch.Tensor, k: int) -> DraftTopk:
+def draft_topk(logits: Tensor, k: int) -> DraftTopk:
     rows, vocab = logits.shape
     chip = current_chip(logits)
     config = CONFIGS[chip]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.types import ACCEPT_STREAM
@@ -149,7 +150,7 @@ def store_outcome(
 def empty_outcome(batch: int, max_depth: int, device: torch.device, with_logprobs: bool) -> Accepted:
     """Unwritten outputs of verification."""
 
-    def out(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def out(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
     return Accepted(

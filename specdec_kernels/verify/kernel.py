@@ -6,9 +6,9 @@ registers of one warp; it looks at N - 1 nodes at most, even where links are mal
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
@@ -134,13 +134,13 @@ def accept(call: Verification) -> Accepted:
 
 
 def accept_targets(
-    tokens: torch.Tensor,
+    tokens: Tensor,
     tree: TreeLinks,
-    targets: torch.Tensor,
-    lengths: torch.Tensor,
+    targets: Tensor,
+    lengths: Tensor,
     max_depth: int,
-    usable: torch.Tensor | None = None,
-    logprobs: torch.Tensor | None = None,
+    usable: Tensor | None = None,
+    logprobs: Tensor | None = None,
 ) -> Accepted:
     """Also of [B * N] targets, with those that are `usable`, and their `logprobs`."""
     batch, num_nodes = tokens.shape

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.launch import current_chip, lanes, launch, num_processors
 from specdec_kernels.sampling import device as d
@@ -596,8 +597,8 @@ def _bottom_up_kernel(  # arguments as of `_top_down_kernel`
 
 
 def judge_tree(
-    call: Verification, of: Rows, origin: Uniforms, judged: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    call: Verification, of: Rows, origin: Uniforms, judged: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Fill `judged` [B, N] (1 / c at the last node) and `state` [2, B]; returns the path [B, D + 1] int32, and under
     `greedy_paths` the factors [B, N, CLASSES]."""
     rule, max_depth, values = call.rule, call.max_depth, of.target

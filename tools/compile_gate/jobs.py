@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec_kernels import FAMILIES
 from specdec_kernels.cases import Maker
@@ -74,14 +75,14 @@ class Job:
 class _Repeating(Maker):
     """Numbers that repeat: random ones for a real vocabulary take seconds."""
 
-    def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return _repeated(super().normal(_DIFFERENT, scale=scale), shape)
 
-    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return _repeated(super().integers(low, high, _DIFFERENT, dtype=dtype), shape)
 
 
-def _repeated(few: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _repeated(few: Tensor, shape: Sequence[int]) -> Tensor:
     count = math.prod(shape)
     return few.repeat(-(-count // len(few)))[:count].reshape(shape)
 
@@ -145,7 +146,7 @@ def _is_integer(value: Any) -> bool:
 
 def _kind(value: Any) -> str:
     """Triton's name for the type of a run-time argument."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return "*" + _POINTER_TYPES[value.dtype]
     if isinstance(value, bool):
         return "u1"
@@ -161,7 +162,7 @@ def _kind(value: Any) -> str:
 def _is_divisible(parameter: Any, value: Any) -> bool:
     if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
         return False
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.data_ptr() % ALIGNMENT == 0
     return _is_integer(value) and value % ALIGNMENT == 0
 

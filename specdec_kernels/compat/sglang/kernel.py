@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.compat.sglang.configs import CONFIGS
 from specdec_kernels.compat.sglang.types import Outcome, Sampling, Tree
@@ -233,7 +234,7 @@ def _final_token_kernel(
     tl.store(outcome.predicts + last, sampled, mask=(last >= 0) & (last < flat_nodes))
 
 
-def verify_tree_greedy(outcome: Outcome, tree: Tree, target_predict: torch.Tensor) -> None:
+def verify_tree_greedy(outcome: Outcome, tree: Tree, target_predict: Tensor) -> None:
     batch, nodes = tree.candidates.shape
     block = min(triton.next_power_of_2(max(batch, 1)), CONFIGS[current_chip(tree.candidates)].greedy_requests)
     launch(

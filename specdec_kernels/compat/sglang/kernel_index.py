@@ -10,6 +10,7 @@ there is something to write, so the time follows the tokens in use.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.compat.sglang.configs import CONFIGS
 from specdec_kernels.compat.sglang.types import Sequences, Spans
@@ -96,7 +97,7 @@ def list_sequences(sequences: Sequences) -> None:
     _gather(sequences)
 
 
-def _gather(sequences: Sequences, counts: torch.Tensor | None = None) -> None:
+def _gather(sequences: Sequences, counts: Tensor | None = None) -> None:
     table, rows, lengths, indptr, out, repeat, _, num_steps, page_size, limit, sink = sequences
     steps, capacity = out.shape
     config = CONFIGS[current_chip(out)]
