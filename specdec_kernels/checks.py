@@ -120,21 +120,24 @@ def expect_fields(
 ) -> None:
     """Raise ValueError unless the tensors of the named tuple `call` have the forms that its class declares.
 
-    `Annotated[Tensor, "B N float32|float16"]` has two sizes and one of two dtypes. A size is a number, `*` for any, a
-    name that means the same in all fields and in `sizes`, or `N/64`, rounded up. The tensors are contiguous, or strided
-    as in `expect_strided` where named, and on one device with `others`.
+    `Annotated[Tensor, "B N float32|float16"]` has two sizes and one of two dtypes, or the dtype of the field that is
+    named there. A size is a number, `*` for any, a name that means the same in all fields and in `sizes`, `N+1`, or
+    `N/64`, rounded up. The tensors are contiguous, or strided as in `expect_strided` where named, and on one device
+    with `others`.
     """
     forms = _forms(type(call))
     tensors = {name: tensor for name in forms if (tensor := getattr(call, name)) is not None}
     for name, tensor in tensors.items():
         places, dtypes = forms[name]
         if len(places) == tensor.ndim:
-            for (place, divisor), actual in zip(places, tensor.shape, strict=True):
-                if isinstance(place, str) and divisor == 1:
+            for (place, added, divisor), actual in zip(places, tensor.shape, strict=True):
+                if divisor == 1 and added == 0 and isinstance(place, str):
                     sizes.setdefault(place, int(actual))
-        expect_shape(name, tensor, [_size(place, divisor, sizes) for place, divisor in places])
+        expect_shape(name, tensor, [_size(*place, sizes) for place in places])
         if str(tensor.dtype) not in dtypes:
-            raise ValueError(f"{name}: expected dtype {' or '.join(dtypes)}, got {tensor.dtype}")
+            dtypes = [str(tensors[dtype].dtype) if dtype in tensors else dtype for dtype in dtypes]
+            if str(tensor.dtype) not in dtypes:
+                raise ValueError(f"{name}: expected dtype {' or '.join(dtypes)}, got {tensor.dtype}")
         if name in strided:
             expect_strided(**{name: (tensor, tensor.shape, tensor.dtype)})
         else:
@@ -142,22 +145,30 @@ def expect_fields(
     expect_same_device(**{**tensors, **(others or {})})
 
 
-def _size(place: str | int | None, divisor: int, sizes: Mapping[str, int]) -> int | None:
+_Place: TypeAlias = "tuple[str | int | None, int, int]"
+"""A size of a form: a number, a name or None, what is added to it, and what divides it."""
+
+
+def _size(place: str | int | None, added: int, divisor: int, sizes: Mapping[str, int]) -> int | None:
     size = sizes.get(place) if isinstance(place, str) else place
-    return size if divisor == 1 or size is None else -(-size // divisor)
+    return None if size is None else -(-(size + added) // divisor)
 
 
 @cache
-def _forms(kind: type) -> dict[str, tuple[list[tuple[str | int | None, int]], list[str]]]:
-    """Sizes and dtypes of each annotated field. A size is a number, a name or None, and what divides it."""
+def _forms(kind: type) -> dict[str, tuple[list[_Place], list[str]]]:
+    """Sizes and dtypes of each annotated field; a dtype may be the name of a field."""
     hints = get_type_hints(kind, include_extras=True).items()
     forms = {name: get_args(hint)[1].split() for name, hint in hints if hasattr(hint, "__metadata__")}
     return {
-        name: ([_place(text) for text in form[:-1]], [f"torch.{dtype}" for dtype in form[-1].split("|")])
+        name: (
+            [_place(text) for text in form[:-1]],
+            [dtype if dtype in forms else f"torch.{dtype}" for dtype in form[-1].split("|")],
+        )
         for name, form in forms.items()
     }
 
 
-def _place(text: str) -> tuple[str | int | None, int]:
-    name, _, divisor = text.partition("/")
-    return (int(name) if name.isdigit() else name if name.isidentifier() else None), int(divisor or 1)
+def _place(text: str) -> _Place:
+    text, _, divisor = text.partition("/")
+    name, _, added = text.partition("+")
+    return (int(name) if name.isdigit() else name if name.isidentifier() else None), int(added or 0), int(divisor or 1)

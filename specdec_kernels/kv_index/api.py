@@ -7,7 +7,7 @@ page. `lengths` [B] int64 are tokens held, counted as P * page_size where larger
 import torch
 from torch import Tensor
 
-from specdec_kernels.checks import expect_at_least, expect_contiguous, expect_shape, expect_tensors
+from specdec_kernels.checks import expect_at_least, expect_contiguous, expect_fields, expect_shape, expect_tensors
 from specdec_kernels.kv_index.types import (
     INT64_MAX,
     FlashAttentionIndices,
@@ -89,12 +89,7 @@ def flashinfer_indices(
     if out is None:
         sizes = (batch + 1, batch * columns, batch)
         out = FlashInferIndices(*(page_table.new_empty(size) for size in sizes))
-    expect_tensors(
-        {"page_table": page_table},
-        indptr=(out.indptr, (batch + 1,), torch.int32),
-        indices=(out.indices, (batch * columns,), torch.int32),
-        last_page_len=(out.last_page_len, (batch,), torch.int32),
-    )
+    expect_fields(out, others=dict(page_table=page_table), B=batch, P=batch * columns)
     dispatch("flashinfer_indices", __package__, impl, page_table)(page_table, lengths, page_size, columns, out)
     return out
 
@@ -111,16 +106,8 @@ def flashinfer_chunks(
         limit: keys that a tile sees at most, in a window.
     """
     expect_at_least("most", most, 1)
-    batch, tiles = len(keys), len(out.request)
-    expect_tensors(
-        keys=(keys, (batch,), torch.int64),
-        request=(out.request, (tiles,), torch.int32),
-        chunk=(out.chunk, (tiles,), torch.int32),
-        size=(out.size, (1,), torch.int32),
-        begins=(out.begins, (batch + 1,), torch.int32),
-        ends=(out.ends, (None,), torch.int32),
-        runs=(out.runs, (tiles,), torch.uint8),
-    )
+    expect_tensors(keys=(keys, (None,), torch.int64))
+    expect_fields(out, others=dict(keys=keys), B=len(keys))
     dispatch("flashinfer_chunks", __package__, impl, keys)(keys, most, out, INT64_MAX if limit is None else limit)
     return out
 

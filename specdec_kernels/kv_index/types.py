@@ -1,6 +1,6 @@
 """Results of the index functions."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
@@ -20,21 +20,21 @@ class LevelSlots(NamedTuple):
 class FlashInferIndices(NamedTuple):
     """Paged-KV arrays in FlashInfer's layout."""
 
-    indptr: Tensor  # [B + 1] int32: request b owns indices[indptr[b] : indptr[b + 1]]
-    indices: Tensor  # [B * columns] int32 page ids, 0 after the last request and where no page is held
-    last_page_len: Tensor  # [B] int32: tokens on the last page, 0 for an empty request
+    indptr: Annotated[Tensor, "B+1 int32"]  # request b owns indices[indptr[b] : indptr[b + 1]]
+    indices: Annotated[Tensor, "P int32"]  # [B * columns] page ids, 0 after the last request and where no page is held
+    last_page_len: Annotated[Tensor, "B int32"]  # tokens on the last page, 0 for an empty request
 
 
 class FlashInferChunks(NamedTuple):
     """How FlashInfer's `fa2` kernel splits keys, as its plan holds it on the device. Tile t computes rows of request
     `request[t]` over chunk `chunk[t]` of its keys; the chunks of a row are merged."""
 
-    request: Tensor  # [tiles] int32, -1 of a tile that never runs
-    chunk: Tensor  # [tiles] int32
-    size: Tensor  # [1] int32: keys of a chunk
-    begins: Tensor  # [B + 1] int32: first partial result of each request
-    ends: Tensor  # [B * N + 1] int32: partial results of each row follow those of the row before
-    runs: Tensor  # [tiles] uint8: whether the tile has keys
+    request: Annotated[Tensor, "T int32"]  # -1 of a tile that never runs
+    chunk: Annotated[Tensor, "T int32"]
+    size: Annotated[Tensor, "1 int32"]  # keys of a chunk
+    begins: Annotated[Tensor, "B+1 int32"]  # first partial result of each request
+    ends: Annotated[Tensor, "* int32"]  # [B * N + 1]: partial results of each row follow those of the row before
+    runs: Annotated[Tensor, "T uint8"]  # whether the tile has keys
 
 
 class FlashAttentionIndices(NamedTuple):

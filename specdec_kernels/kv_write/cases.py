@@ -11,13 +11,24 @@ from specdec_kernels.kv_write.rope import rope_table
 _MAX_POS = 64
 
 
-def _store(
-    make: Maker, tokens: int, planes: tuple[int, ...], kv_heads: int, head_dim: int, page_size: int, skipped: str,
-    rotary_dim: int | None, fp8: str, positions: tuple[int, int] = (0, _MAX_POS),
-) -> dict[str, Any]:  # fmt: skip
-    """A pool [*planes, pages, page_size, H_kv, D] with old contents, its scales, and the tokens' distinct slots and
-    positions. `skipped`: which slots store nothing, `fp8`: scales of an e4m3 pool by number or by head, so small that
-    some entries saturate."""
+def _stored(
+    make: Maker,
+    tokens: int,
+    planes: tuple[int, ...],
+    kv_heads: int,
+    head_dim: int,
+    norms: dict[str, tuple[int, ...]],
+    page_size: int = 16,
+    norm: bool = True,
+    skipped: str = "none",
+    positions: tuple[int, int] = (0, _MAX_POS),
+    rotary_dim: int | None = None,
+    fp8: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """A pool [*planes, pages, page_size, H_kv, D] with old contents, distinct slots of the tokens, and all else that
+    both functions take. `norms`: shapes of the weights, without `norm` there are none. `skipped`: which slots store
+    nothing. `fp8`: scales of an e4m3 pool by number or by head, so small that some entries saturate."""
     pages = -(-tokens // page_size) + 2
     kv = make.normal(*planes, pages, page_size, kv_heads, head_dim)
     slots = torch.randperm(pages * page_size, generator=make.generator)[:tokens]
@@ -27,42 +38,33 @@ def _store(
         slots[:] = -1
     elif skipped == "outside":
         slots[::2] = pages * page_size + torch.arange(len(slots[::2]))
-    scales: dict[str, Any] = dict(k_scale=0.004, v_scale=0.25) if fp8 else {}
-    if fp8 == "heads":
-        scales = dict(zip(scales, 2.0 ** -make.integers(0, 9, 2, kv_heads).float(), strict=True))
-    return dict(
+    inputs: dict[str, Any] = dict(
         kv=kv.to(torch.float8_e4m3fn) if fp8 else kv,
         slots=slots.to(make.device),
         positions=make.integers(*positions, tokens),
         rope=rope_table(rotary_dim or head_dim, _MAX_POS, device=make.device),
         eps=1e-6,
-        **scales,
     )
+    inputs |= {name: make.normal(*shape) if norm else None for name, shape in norms.items()}
+    if fp8 == "number":
+        inputs |= dict(k_scale=0.004, v_scale=0.25)
+    elif fp8 == "heads":
+        by_head = 2.0 ** -make.integers(0, 9, 2, kv_heads).float()
+        inputs |= dict(k_scale=by_head[0], v_scale=by_head[1])
+    return inputs | options
 
 
 def write_inputs(
-    make: Maker,
-    tokens: int,
-    heads: tuple[int, int] = (4, 2),
-    head_dim: int = 16,
-    page_size: int = 16,
-    norm: bool = True,
-    skipped: str = "none",
-    fused: bool = False,
-    positions: tuple[int, int] = (0, _MAX_POS),
-    rotary_dim: int | None = None,
-    fp8: str = "",
-    **options: Any,
+    make: Maker, tokens: int, heads: tuple[int, int] = (4, 2), head_dim: int = 16, fused: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """`fused`: q, k, v are slices of one projection. Other arguments as of `_store`."""
+    """`fused`: q, k, v are slices of one projection. `options` as of `_stored`."""
     sizes = (heads[0], heads[1], heads[1])
     if fused:
         parts = make.normal(tokens, sum(sizes), head_dim).split(sizes, dim=1)
     else:
         parts = tuple(make.normal(tokens, size, head_dim) for size in sizes)
-    store = _store(make, tokens, (2,), heads[1], head_dim, page_size, skipped, rotary_dim, fp8, positions)
-    norms = {name: make.normal(head_dim) if norm else None for name in ("q_norm", "k_norm")}
-    return dict(zip("qkv", parts, strict=True)) | store | norms | options
+    norms = dict(q_norm=(head_dim,), k_norm=(head_dim,))
+    return dict(zip("qkv", parts, strict=True)) | _stored(make, tokens, (2,), heads[1], head_dim, norms, **options)
 
 
 def materialize_inputs(
@@ -71,12 +73,7 @@ def materialize_inputs(
     layers: int = 3,
     kv_heads: int = 2,
     head_dim: int = 16,
-    page_size: int = 16,
-    norm: bool = True,
-    skipped: str = "none",
     fused: bool = False,
-    rotary_dim: int | None = None,
-    fp8: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """As `write_inputs`."""
@@ -84,8 +81,8 @@ def materialize_inputs(
         k, v = make.normal(tokens, layers, 2 * kv_heads, head_dim).split(kv_heads, dim=2)
     else:
         k, v = (make.normal(tokens, layers, kv_heads, head_dim) for _ in range(2))
-    store = _store(make, tokens, (layers, 2), kv_heads, head_dim, page_size, skipped, rotary_dim, fp8)
-    return dict(k=k, v=v, k_norm=make.normal(layers, head_dim) if norm else None) | store | options
+    norms = dict(k_norm=(layers, head_dim))
+    return dict(k=k, v=v) | _stored(make, tokens, (layers, 2), kv_heads, head_dim, norms, **options)
 
 
 def _write_work(inputs: dict[str, Any]) -> tuple[int, int]:

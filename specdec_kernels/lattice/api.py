@@ -46,20 +46,12 @@ def pair_scores(lattice: Lattice, factors: PairFactors, *, impl: str = "auto") -
         factors: float32, float16 or bfloat16, all of one dtype; rank 1 to 1024.
     """
     _check_lattice(lattice)
-    predecessors, successors, gates, token_gates = factors
-    expect_tensors(predecessors=(predecessors, (None, None), _FLOATS))
-    kind, (vocab, rank) = predecessors.dtype, predecessors.shape
-    expect_between("r of predecessors", rank, 1, MAX_RANK)
-    expect_tensors(
-        {"tokens": lattice.tokens},
-        predecessors=(predecessors, (vocab, rank), kind),
-        successors=(successors, (None, rank), kind),
-        gates=(gates, (*lattice.tokens.shape[:2], rank), kind),
-        token_gates=(token_gates, (vocab, rank), kind),
-    )
-    if token_gates is not None and gates is None:
+    batch, depth, _ = lattice.tokens.shape
+    expect_fields(factors, others=dict(tokens=lattice.tokens), B=batch, D=depth)
+    expect_between("r of predecessors", factors.predecessors.shape[1], 1, MAX_RANK)
+    if factors.token_gates is not None and factors.gates is None:
         raise ValueError("token_gates: expected gates with them, got None")
-    return dispatch("pair_scores", __package__, impl, predecessors)(lattice, factors)
+    return dispatch("pair_scores", __package__, impl, factors.predecessors)(lattice, factors)
 
 
 def greedy_chain(lattice: Lattice, pairs: Tensor, *, impl: str = "auto") -> Selection:

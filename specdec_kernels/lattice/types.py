@@ -24,10 +24,14 @@ class PairFactors(NamedTuple):
             | predecessors[p] * sigmoid(gates[i] + token_gates[p])         with both
     """
 
-    predecessors: Tensor  # [V, r], by the target's ids: W1 of DSpark, the predecessor codebook of DFlash 2
-    successors: Tensor  # [V', r], by the drafter's ids: W2 of DSpark, the successor codebook of DFlash 2
-    gates: Tensor | None = None  # [B, D, r]: P h of DFlash 2; G_h h + b of a gated DSpark head
-    token_gates: Tensor | None = None  # [V, r]: W1 G_e^T of a gated DSpark head, made once on loading
+    predecessors: Annotated[Tensor, "V r float32|float16|bfloat16"]
+    """By the target's ids: W1 of DSpark, the predecessor codebook of DFlash 2."""
+    successors: Annotated[Tensor, "* r predecessors"]
+    """By the drafter's ids: W2 of DSpark, the successor codebook of DFlash 2."""
+    gates: Annotated[Tensor | None, "B D r predecessors"] = None
+    """P h of DFlash 2; G_h h + b of a gated DSpark head."""
+    token_gates: Annotated[Tensor | None, "V r predecessors"] = None
+    """W1 G_e^T of a gated DSpark head, made once on loading."""
 
 
 class Draws(NamedTuple):

@@ -87,18 +87,13 @@ def merge_trees(
     + j - 1 is outside of the tree, as it is where node j is unused or below an unused node. `tokens` [B, N_a] int64 and
     `parents` [B, N_a] int32 are the first tree, [B, N_b] the second; N_a + N_b - 1 <= 256.
     """
-    expect_tensors(tokens=(tokens, (None, None), torch.int64))
-    batch = tokens.shape[0]
-    expect_tensors(
-        {"tokens": tokens},
-        parents=(parents, tuple(tokens.shape), torch.int32),
-        other_tokens=(other_tokens, (batch, None), torch.int64),
-        other_parents=(other_parents, (batch, other_tokens.shape[-1]), torch.int32),
-    )
+    tree, other = MergedTree(tokens, parents), MergedTree(other_tokens, other_parents)
+    expect_fields(tree)
+    expect_fields(other, others=dict(first=tokens), B=len(tokens))
     first, second = tokens.shape[1], other_tokens.shape[1]
     for name, size in dict(tokens=first, other_tokens=second, union=first + second - 1).items():
         expect_nodes(name, size)
-    return dispatch("merge_trees", __package__, impl, tokens)(tokens, parents, other_tokens, other_parents)
+    return dispatch("merge_trees", __package__, impl, tokens)(tree, other)
 
 
 def draft_topk(logits: Tensor, k: int, impl: str = "auto") -> DraftTopk:

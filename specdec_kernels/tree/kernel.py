@@ -229,14 +229,14 @@ def tree_parents(mask: Tensor) -> Tensor:
     return parents
 
 
-def merge_trees(tokens: Tensor, parents: Tensor, other_tokens: Tensor, other_parents: Tensor) -> MergedTree:
-    (batch, first), second = tokens.shape, other_tokens.shape[1]
+def merge_trees(tree: MergedTree, other: MergedTree) -> MergedTree:
+    (batch, first), second = tree.tokens.shape, other.tokens.shape[1]
     size = first + second - 1
-    merged = MergedTree(tokens.new_empty(batch, size), parents.new_empty(batch, size))
+    merged = MergedTree(tree.tokens.new_empty(batch, size), tree.parents.new_empty(batch, size))
     # One warp: a step is a few reductions in a row, and within a warp they need no barrier.
     launch(
-        _merge_kernel, (batch,), MergedTree(tokens, parents), MergedTree(other_tokens, other_parents), merged,
-        num_warps=1, FIRST=first, SECOND=second, BLOCK_N=lanes(size), BLOCK_S=lanes(second),
+        _merge_kernel, (batch,), tree, other, merged, num_warps=1, FIRST=first, SECOND=second, BLOCK_N=lanes(size),
+        BLOCK_S=lanes(second),
     )  # fmt: skip
     return merged
 

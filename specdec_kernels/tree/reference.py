@@ -54,13 +54,13 @@ def tree_parents(mask: Tensor) -> Tensor:
     return torch.where(sees & (node < node[:, None]), node, -1).amax(-1).int()
 
 
-def merge_trees(tokens: Tensor, parents: Tensor, other_tokens: Tensor, other_parents: Tensor) -> MergedTree:
+def merge_trees(tree: MergedTree, other: MergedTree) -> MergedTree:
+    first = tree.tokens.shape[1]
     merged = MergedTree(
-        torch.cat([tokens, other_tokens[:, 1:]], 1),
-        torch.cat([parents, torch.full_like(other_parents[:, 1:], UNUSED_PARENT)], 1),
+        torch.cat([tree.tokens, other.tokens[:, 1:]], 1),
+        torch.cat([tree.parents, torch.full_like(other.parents[:, 1:], UNUSED_PARENT)], 1),
     )
-    first = tokens.shape[1]
-    for row, (own, others) in enumerate(zip(merged.parents, other_parents.tolist(), strict=True)):
+    for row, (own, others) in enumerate(zip(merged.parents, other.parents.tolist(), strict=True)):
         texts = merged.tokens[row].tolist()
         node = torch.arange(len(own), device=own.device)
         own.copy_(torch.where((own >= 0) & (own < node), own, UNUSED_PARENT))

@@ -32,8 +32,8 @@ class Selection(NamedTuple):
 class MergedTree(NamedTuple):
     """A batch of trees, or the union of two, as `build_tree` takes it."""
 
-    tokens: Tensor  # [B, N] int64
-    parents: Tensor  # [B, N] int32, -1 for the root, -2 for nodes outside the tree
+    tokens: Annotated[Tensor, "B N int64"]
+    parents: Annotated[Tensor, "B N int32"]  # -1 for the root, -2 for nodes outside the tree
 
 
 class Candidates(NamedTuple):

@@ -49,12 +49,13 @@ def test_a_choice_is_one_of_the_options() -> None:
 class Call(NamedTuple):
     tokens: Annotated[torch.Tensor, "B N int64"]
     mask: Annotated[torch.Tensor | None, "B N N/64 int32|int64"] = None
+    ends: Annotated[torch.Tensor | None, "B+1 tokens"] = None
     plain: int = 0
 
 
 def test_fields_have_their_declared_forms() -> None:
     tokens = torch.zeros(2, 70, dtype=torch.int64)
-    expect_fields(Call(tokens, torch.zeros(2, 70, 2, dtype=torch.int32)), B=2)
+    expect_fields(Call(tokens, torch.zeros(2, 70, 2, dtype=torch.int32), torch.zeros(3).long()), B=2)
     for call, sizes, message in (
         (Call(tokens), dict(B=3), r"tokens: expected shape \[3, 70\], got \[2, 70\]"),
         (Call(tokens[0]), {}, r"tokens: expected shape \[\*, \*\], got \[70\]"),
@@ -62,6 +63,8 @@ def test_fields_have_their_declared_forms() -> None:
         (Call(tokens[:, ::2]), {}, "tokens: expected a contiguous tensor"),
         (Call(tokens, torch.zeros(2, 70, 1).long()), {}, r"mask: expected shape \[2, 70, 2\], got \[2, 70, 1\]"),
         (Call(tokens, torch.zeros(2, 70, 2)), {}, "mask: expected dtype torch.int32 or torch.int64, got"),
+        (Call(tokens, ends=torch.zeros(2).long()), {}, r"ends: expected shape \[3\], got \[2\]"),
+        (Call(tokens, ends=torch.zeros(3)), {}, "ends: expected dtype torch.int64, got torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
             expect_fields(call, **sizes)
