@@ -15,13 +15,14 @@ FIELDS = ("type", "dtype", "shape", "numel")
 """What a tensor holds beside its handle."""
 # Names of functions of NumPy, which is the interpreter's and no requirement of this package.
 _ARITHMETIC = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide"}
-_DIVISIONS = {"floordiv": "", "mod": "fmod"}
+_DIVISIONS = {"floordiv": "floor_divide", "mod": "fmod"}
 _COMPARISONS = {
     "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal", "ne": "not_equal",
 }  # fmt: skip
 _BITS = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
 _SHIFTS = {"lshift": "left_shift", "rshift": "right_shift"}
 _SELECTIONS = {"minimum": "minimum", "maximum": "maximum"}
+_NUMPY = _ARITHMETIC | _DIVISIONS | _COMPARISONS | _BITS | _SHIFTS | _SELECTIONS
 FUNCTIONS = frozenset({"where", "load", "store", "cast", "dot", "full", "arange", *_SELECTIONS})
 """Functions of the language that have a short way, beside the methods of tensors."""
 
@@ -52,33 +53,31 @@ class Operators:
         self._floats = frozenset(map(id, (tl.float32, tl.float64)))
         self._numbers = self._integers | self._floats
         self._unsigned = frozenset(map(id, (tl.uint8, tl.uint16, tl.uint32, tl.uint64)))
+        words = self._integers | self._unsigned
+        groups = (
+            (_ARITHMETIC | _COMPARISONS | _SELECTIONS, self._numbers),
+            ({"truediv"}, self._floats),
+            (_DIVISIONS, self._integers),
+            (_BITS, words | {id(tl.int1)}),
+            (_SHIFTS, words),
+        )
+        self._kinds = {name: kinds for names, kinds in groups for name in names}  # types with a short way
+        self._others: dict[str, Callable[..., Any]] = {
+            "where": self._where, "getitem": self._index, "neg": self._negative, "dot": self._dot, "to": self._cast,
+            "cast": self._cast, "load": self._load, "store": self._store, "full": self._constant,
+            "arange": self._constant,
+        }  # fmt: skip
         self._made = _maker(tl.tensor, interpreter.TensorHandle)
         self._kept: dict[tuple[Any, ...], Any] = {}
 
     def of(self, name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
         plain = name.strip("_")
-        numpy, words = self._numpy, self._integers | self._unsigned
-        if plain in _COMPARISONS:
-            return self._operator(getattr(numpy, _COMPARISONS[plain]), plain, self._numbers, slow)
-        if plain in _SELECTIONS:
-            return self._operator(getattr(numpy, _SELECTIONS[plain]), plain, self._numbers, slow)
-        if plain in _BITS:
-            kinds = words | {id(self._interpreter.tl.int1)}
-            return self._operator(getattr(numpy, _BITS[plain]), plain, kinds, slow)
         backwards = plain.startswith("r") and plain[1:] in _ARITHMETIC
         forwards = plain[1:] if backwards else plain
-        if forwards in _ARITHMETIC:
-            kinds = self._floats if forwards == "truediv" else self._numbers
-            return self._operator(getattr(numpy, _ARITHMETIC[forwards]), plain, kinds, slow, backwards)
-        if plain in _DIVISIONS:
-            function = numpy.fmod if plain == "mod" else self._quotient
-            return self._operator(function, plain, self._integers, slow)
-        if plain in _SHIFTS:
-            return self._operator(getattr(numpy, _SHIFTS[plain]), plain, words, slow)
-        others = {"where": self._where, "getitem": self._index, "neg": self._negative, "dot": self._dot}
-        others |= dict.fromkeys(("to", "cast"), self._cast) | {"load": self._load, "store": self._store}
-        others |= dict.fromkeys(("full", "arange"), self._constant)
-        return others[plain](slow) if plain in others else slow
+        if forwards in self._kinds:
+            function = self._quotient if forwards == "floordiv" else getattr(self._numpy, _NUMPY[forwards])
+            return self._operator(function, plain, self._kinds[forwards], slow, backwards)
+        return self._others[plain](slow) if plain in self._others else slow
 
     def _quotient(self, left: Any, right: Any) -> Any:
         """Rounded to zero, as Triton divides."""

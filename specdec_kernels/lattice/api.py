@@ -26,6 +26,7 @@ from specdec_kernels.checks import (
 )
 from specdec_kernels.lattice.types import Draws, Lattice, PairFactors, RnnStep, SampledChain
 from specdec_kernels.launch import dispatch
+from specdec_kernels.sampling.api import expect_randomness
 from specdec_kernels.tree.api import expect_nodes
 from specdec_kernels.tree.types import Selection
 
@@ -88,8 +89,7 @@ def sample_chain(
     _check_lattice(lattice, pairs)
     draws, (batch, depth, _) = Draws(temperature, seeds, positions, uniforms), lattice.tokens.shape
     expect_fields(draws, others=dict(tokens=lattice.tokens), B=batch, D=depth)
-    if uniforms is None and (seeds is None or positions is None):
-        raise ValueError("sample_chain: expected seeds and positions, or uniforms; got neither")
+    expect_randomness(seeds, positions, uniforms)
     return dispatch("sample_chain", __package__, impl, lattice.logits)(lattice, pairs, draws)
 
 

@@ -54,7 +54,8 @@ def pick_tokens(
     expect_fields(sampling, others=dict(logits=logits), B=rows[0])
     sources = dict(positions=(positions, rows, torch.int64), uniforms=(uniforms, rows, torch.float64))
     expect_tensors({"logits": logits}, **sources)
-    expect_randomness(sampling, positions, uniforms)
+    if sampling.temperature is not None:
+        expect_randomness(sampling.seeds, positions, uniforms)
     expect_at_least("stream", stream, 0)
     pick = dispatch("pick_tokens", __package__, impl, logits)
     return pick(logits, sampling, positions, uniforms, return_logprobs=return_logprobs, stream=stream)
@@ -207,7 +208,7 @@ def expect_rows(name: str, values: Tensor, shape: Sequence[int | None], *dtypes:
             raise ValueError(f"{name}: expected [B, N] to merge into one dimension, got strides {values.stride()}")
 
 
-def expect_randomness(sampling: SamplingTensors, positions: Tensor | None, uniforms: Tensor | None) -> None:
-    """Raise ValueError if rows are to be sampled and there is nothing to sample them with."""
-    if sampling.temperature is not None and uniforms is None and (sampling.seeds is None or positions is None):
-        raise ValueError("temperature: expected seeds and positions, or uniforms, to sample with; got neither")
+def expect_randomness(seeds: Tensor | None, positions: Tensor | None, uniforms: Tensor | None) -> None:
+    """Raise ValueError if there is nothing to sample with."""
+    if uniforms is None and (seeds is None or positions is None):
+        raise ValueError("seeds: expected seeds and positions, or uniforms; got neither")

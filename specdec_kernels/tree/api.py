@@ -13,6 +13,7 @@ from specdec_kernels.checks import (
     expect_tensors,
 )
 from specdec_kernels.launch import dispatch
+from specdec_kernels.sampling.api import expect_randomness
 from specdec_kernels.tree.types import (
     MAX_NODES,
     Candidates,
@@ -149,8 +150,7 @@ def sample_children(
     call = ChildSampling(tokens, probs, children, rows, top_tokens, temperature, seeds, positions, uniforms)
     expect_fields(call)
     expect_at_least_one(**{"V of probs": probs.shape[2], "C of top_tokens": top_tokens.shape[2]})
-    if uniforms is None and (seeds is None or positions is None):
-        raise ValueError("sample_children: expected seeds and positions, or uniforms; got neither")
+    expect_randomness(seeds, positions, uniforms)
     dispatch("sample_children", __package__, impl, probs, kernel="kernel_sample")(call, replacement)
 
 

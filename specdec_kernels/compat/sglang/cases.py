@@ -21,36 +21,20 @@ def _old(make: Maker, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 def draft_history(
     make: Maker, batch: int, nodes: int, topk: int, depth: int, orphans: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """(parent_list, selected) of random drafts: candidates of falling score, parents chosen before children."""
-    total = topk + (depth - 1) * topk * topk
-    parents = torch.full((batch, topk * (depth - 1) + 1 if depth > 1 else 0), -1, dtype=torch.int64)
-    selected = torch.empty(batch, nodes - 1, dtype=torch.int64)
-    for row in range(batch):
-        chosen = list(range(topk))
-        reachable = list(chosen)
-        for step in range(1, depth):
-            parents[row, 1 + (step - 1) * topk : 1 + step * topk] = torch.tensor(chosen)
-            first = topk + topk * topk * (step - 1)
-            picks = torch.randperm(topk * topk, generator=make.generator)[:topk].sort().values
-            reachable += [first + p for p in range(topk * topk)]
-            chosen = [first + int(p) for p in picks]
-        order = torch.tensor(reachable)[torch.randperm(total, generator=make.generator)]
-        kept = order[: nodes - 1] if orphans else _with_ancestors(order, parents[row], topk, nodes - 1)
-        selected[row] = kept.sort().values
-    return parents.to(make.device), selected.to(make.device)
-
-
-def _with_ancestors(order: Tensor, parents: Tensor, topk: int, count: int) -> Tensor:
-    """`count` of the candidates in `order`, each with all candidates on its path."""
-    kept: set[int] = set()
-    for candidate in order.tolist():
-        path = {candidate}
-        while candidate >= topk:
-            candidate = int(parents[candidate // topk])
-            path.add(candidate)
-        if len(kept | path) <= count:
-            kept |= path
-    return torch.tensor(list(kept))
+    """(parent_list, selected) of random drafts; without `orphans` every node's parent is selected too."""
+    children = topk * topk
+    scores = torch.rand(batch, topk + (depth - 1) * children, generator=make.generator)
+    chosen, levels = torch.arange(topk).expand(batch, -1), []
+    for first in range(topk, scores.shape[1], children):
+        if not orphans:  # a child has a smaller score than its parent
+            scores[:, first : first + children] *= scores.gather(1, chosen).repeat_interleave(topk, 1)
+        levels.append(chosen)
+        picks = torch.rand(batch, children, generator=make.generator).argsort(1)[:, :topk]
+        chosen = first + picks.sort(1).values
+    root = torch.full((batch, 1), -1)
+    parents = torch.cat([root, *levels], 1) if levels else root[:, :0]
+    selected = scores.argsort(1, descending=True)[:, : nodes - 1].sort(1).values
+    return parents.to(make.device), selected.contiguous().to(make.device)
 
 
 def build_inputs(
