@@ -85,8 +85,7 @@ def delta_rule(
     The state is read, and written where `paths.ends` names a slot. No slot may end two paths, and a slot that ends a
     path may start no other. `out` is returned if given, and rows without an owner keep what it holds.
     """
-    heads = _check_state(state, inputs.raw.shape[-1], inputs.raw.dtype)
-    _check_inputs(inputs, inputs.raw.shape[:1], inputs.raw.shape[-1], heads)
+    heads = _check_layer(inputs, state)
     expect_fields(paths, others=dict(raw=inputs.raw), R=len(inputs.raw))
     if paths.owners is None:
         raise ValueError("owners: expected the path that writes each row, got None")
@@ -102,10 +101,8 @@ def delta_rule_chunks(inputs: DeltaInputs, chunks: Chunks, state: DeltaState, *,
     and states have other bits. R is a multiple of `CHUNK`. The state is read, and written at the end of segments with
     chunks; no slot may end two segments, and a slot that ends a segment may start no other.
     """
-    rows, channels = inputs.raw.shape[-2:]
-    heads = _check_state(state, channels, inputs.raw.dtype)
-    _check_inputs(inputs, (rows,), channels, heads)
-    if rows % CHUNK:
+    _check_layer(inputs, state)
+    if (rows := len(inputs.raw)) % CHUNK:
         raise ValueError(f"inputs: expected a multiple of {CHUNK} rows, got {rows}")
     expect_fields(chunks, others=dict(raw=inputs.raw), R=rows)
     return dispatch("delta_rule_chunks", __package__, impl, inputs.raw, "kernel_chunks")(inputs, chunks, state)
@@ -119,14 +116,12 @@ def delta_rule_tree(inputs: DeltaInputs, trees: Trees, state: DeltaState, *, imp
     a node sees itself in any case. One that sees no other follows the state of the slot, unused ones too. The state is
     read. Larger trees are refused; `delta_rule` takes them.
     """
-    rows, channels = inputs.raw.shape[-2:]
-    heads = _check_state(state, channels, inputs.raw.dtype)
-    _check_inputs(inputs, (rows,), channels, heads)
+    _check_layer(inputs, state)
     expect_fields(trees, others=dict(raw=inputs.raw))
     batch, nodes, _ = trees.mask.shape
     expect_between("nodes of mask", nodes, 1, CHUNK)
-    if rows != batch * nodes:
-        raise ValueError(f"inputs: expected {batch} * {nodes} rows, got {rows}")
+    if len(inputs.raw) != batch * nodes:
+        raise ValueError(f"inputs: expected {batch} * {nodes} rows, got {len(inputs.raw)}")
     return dispatch("delta_rule_tree", __package__, impl, inputs.raw, "kernel_tree")(inputs, trees, state)
 
 
@@ -187,6 +182,14 @@ def _check_state(state: DeltaState, channels: int, kind: torch.dtype, layers: in
     if groups < 1 or heads % groups or 2 * groups * dk + heads * dv != channels:
         raise ValueError(f"channels: expected 2 H * {dk} + {heads} * {dv} with H a divisor of {heads}, got {channels}")
     return int(heads)
+
+
+def _check_layer(inputs: DeltaInputs, state: DeltaState) -> int:
+    """The number of value heads of one layer."""
+    raw = inputs.raw
+    heads = _check_state(state, raw.shape[-1], raw.dtype)
+    _check_inputs(inputs, raw.shape[:1], raw.shape[-1], heads)
+    return heads
 
 
 def _check_inputs(inputs: DeltaInputs, lead: tuple[int, ...], channels: int, heads: int) -> None:

@@ -51,22 +51,22 @@ class JudgedTree(NamedTuple):
     shares: Tensor  # [B, N] float64: the probability that the node is accepted when its turn comes
     left: Tensor  # [B, N, V] float64: what the next token is sampled from if the path ends at the node
     rejects: Tensor  # [B, N] bool: whether a child of the node was judged
+    greedy: Tensor  # [B, N] int64: argmax of the target's rows
+    valid: Tensor  # [B, N] bool: of the target's rows
 
 
 def accept_tree(call: Verification) -> tuple[Tensor, Tensor, Tensor]:
     """Path [B, D + 1], bonus and validity [B] under one of `TREE_RULES`."""
-    rule, tokens, tree, sampling = call.rule, call.tokens, call.tree, call.sampling
+    tokens, tree, sampling = call.tokens, call.tree, call.sampling
     assert call.draft_probs is not None and sampling.temperature is not None
-    draft = draft_by_node(call.draft_probs, call.draft_rows, tokens.shape[1])
-    target, greedy, valid = target_rows(call.values, sampling, call.probabilities)
-    sampled_rows, rows = sampling.temperature > 0, torch.arange(len(tokens), device=tokens.device)
-    judged = judge_tree(rule, tokens, tree, target, greedy, valid, sampled_rows, draft, call.max_depth)
+    judged = judge_tree(call, draft_by_node(call.draft_probs, call.draft_rows, tokens.shape[1]))
     judging, recover, bonus_uniform = judging_uniforms(sampling.seeds, call.uniforms, tree, tokens.shape[1])
-    path = _path(judged, judging, call.max_depth, rule in BOTTOM_UP_RULES)
+    path = _path(judged, judging, call.max_depth, call.rule in BOTTOM_UP_RULES)
     end = path.gather(1, (path >= 0).sum(1, keepdim=True) - 1)[:, 0]
+    rows = torch.arange(len(tokens), device=tokens.device)
     sampled = inverse_cdf(judged.left[rows, end], torch.where(judged.rejects[rows, end], recover, bonus_uniform))
-    bonus = torch.where(sampled_rows, sampled, greedy[rows, end])
-    return path, torch.where(valid[rows, end], bonus, 0), valid[rows, end]
+    bonus = torch.where(sampling.temperature > 0, sampled, judged.greedy[rows, end])
+    return path, torch.where(judged.valid[rows, end], bonus, 0), judged.valid[rows, end]
 
 
 def expected_accepted(
@@ -74,9 +74,7 @@ def expected_accepted(
 ) -> Tensor:
     """[B] float64: the mean number of accepted drafts over all uniforms, for the drafts in `tokens`. Arguments as of
     `accept`, for one of `TREE_RULES` and with a temperature; `draft` [B, N, V] as of `draft_by_node`."""
-    assert sampling.temperature is not None
-    target, greedy, valid = target_rows(logits, sampling, False)
-    judged = judge_tree(rule, tokens, tree, target, greedy, valid, sampling.temperature > 0, draft, max_depth)
+    judged = judge_tree(Verification(rule, tokens, tree, logits, tree.positions[:, 0], max_depth, sampling), draft)
     above, shares = judged.above, judged.shares
     bottom_up, depth = rule in BOTTOM_UP_RULES, torch.zeros_like(shares)
     for node in range(1, tokens.shape[1]):
@@ -97,26 +95,20 @@ def expected_accepted(
     return mean[:, 0]
 
 
-def judge_tree(
-    rule: str,
-    tokens: Tensor,
-    tree: TreeLinks,
-    target: Tensor,
-    greedy: Tensor,
-    valid: Tensor,
-    sampled_rows: Tensor,
-    draft: Tensor,
-    max_depth: int,
-) -> JudgedTree:
-    """Judge every node, in the order of the nodes: parents before children, siblings in the order of their links."""
+def judge_tree(call: Verification, draft: Tensor) -> JudgedTree:
+    """Judge every node, in the order of the nodes: parents before children, siblings in the order of their links.
+    `draft` [B, N, V] as of `draft_by_node`."""
+    rule, tokens, temperature = call.rule, call.tokens, call.sampling.temperature
+    assert temperature is not None
+    target, greedy, valid = target_rows(call.values, call.sampling, call.probabilities)
     batch, num_nodes, vocab = target.shape
-    rows = torch.arange(batch, device=tokens.device)
-    above = _linked(tree, valid, max_depth)
+    sampled_rows, rows = temperature > 0, torch.arange(batch, device=tokens.device)
+    above = _linked(call.tree, valid, call.max_depth)
     left, proposal = target.clone(), normalised(draft)
     weight = torch.zeros(batch, num_nodes, dtype=torch.float64, device=tokens.device)
     weight[:, 0] = 1
     shares, rejects = weight.clone(), torch.zeros_like(valid)
-    rho = _k_seq_rates(target, proposal, _num_sampled(tokens, above, proposal)) if rule == "k_seq" else None
+    rho = _k_seq_rates(target, proposal, _samples(tokens, above, proposal)[1]) if rule == "k_seq" else None
     if rule == "greedy_paths":
         above, proposal = _greedy_paths(tokens, above, target, proposal, draft, sampled_rows)
     for node in range(1, num_nodes):
@@ -147,7 +139,7 @@ def judge_tree(
         residual = (target - rho[..., None] * proposal).clamp(min=0)
         shrinks = rejects & (residual.sum(-1) > 0)
         left = torch.where(shrinks[..., None], normalised(residual), target)
-    return JudgedTree(above, weight if rule in BOTTOM_UP_RULES else shares, left, rejects)
+    return JudgedTree(above, weight if rule in BOTTOM_UP_RULES else shares, left, rejects, greedy, valid)
 
 
 def _path(judged: JudgedTree, judging: Tensor, max_depth: int, bottom_up: bool) -> Tensor:
@@ -186,12 +178,12 @@ def _linked(tree: TreeLinks, valid: Tensor, max_depth: int) -> Tensor:
     return above
 
 
-def _num_sampled(tokens: Tensor, above: Tensor, proposal: Tensor) -> Tensor:
-    """[B, N] int64: how many children of each node were sampled."""
+def _samples(tokens: Tensor, above: Tensor, proposal: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each node was sampled [B, N], and how many children of each node were [B, N] int64."""
     up, at = above.clamp(min=0), tokens.clamp(0, proposal.shape[-1] - 1)
     rows = torch.arange(len(tokens), device=tokens.device)[:, None]
     sampled = (above >= 0) & (tokens == at) & (proposal[rows, up, at] > 0)
-    return torch.zeros_like(above).scatter_add_(1, up, sampled.long())
+    return sampled, torch.zeros_like(above).scatter_add_(1, up, sampled.long())
 
 
 def _k_seq_rates(target: Tensor, proposal: Tensor, samples: Tensor) -> Tensor:
@@ -216,26 +208,25 @@ def _greedy_paths(
     tokens: Tensor, above: Tensor, target: Tensor, proposal: Tensor, draft: Tensor, sampled_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`above` without the children that `greedy_paths` drops, and the distributions [B, N, V] of those it keeps."""
-    samples = _num_sampled(tokens, above, proposal)[..., None].double()
+    sampled, counts = _samples(tokens, above, proposal)
     edges = torch.tensor(CLASS_EDGES, dtype=torch.float64, device=target.device)
     kind = (target.float()[..., None] >= edges.float() * draft.float()[..., None]).sum(-1)
-    mass = torch.zeros(*samples.shape[:2], len(edges) + 1, dtype=torch.float64, device=target.device)
+    mass = torch.zeros(*counts.shape, len(edges) + 1, dtype=torch.float64, device=target.device)
     mass.scatter_add_(-1, kind, proposal)
     up_to = mass.cumsum(-1)
-    kept_mass = (up_to**samples).diff(dim=-1, prepend=torch.zeros_like(up_to[..., :1]))
+    kept_mass = (up_to ** counts[..., None].double()).diff(dim=-1, prepend=torch.zeros_like(up_to[..., :1]))
     factor = kept_mass / mass.clamp(min=1e-300)
 
-    rows, best = torch.arange(len(tokens), device=tokens.device), torch.full_like(above, -1)
-    kept = torch.full_like(above, -1)
-    for node in range(1, tokens.shape[1]):
-        up, token = above[:, node].clamp(min=0), tokens[:, node]
-        at = token.clamp(0, target.shape[-1] - 1)
-        sampled = (above[:, node] >= 0) & (token == at) & (proposal[rows, up, at] > 0)
-        better = sampled & (kind[rows, up, at] > entry(best, up))
-        _set_entry(best, up, torch.where(better, kind[rows, up, at], entry(best, up)))
-        _set_entry(kept, up, torch.where(better, node, entry(kept, up)))
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    stays = (kept.gather(1, above.clamp(min=0)) == places) | ~sampled_rows[:, None]
+    # Of each node's sampled children the first of the highest class is kept.
+    node, up = torch.arange(tokens.shape[1], device=tokens.device).expand_as(above), above.clamp(min=0)
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    own = torch.where(sampled, kind[rows, up, tokens.clamp(0, target.shape[-1] - 1)], -1)
+    best = torch.full_like(above, -1).scatter_reduce(1, up, own, "amax")
+    wins = sampled & (own == best.gather(1, up))
+    kept = torch.full_like(above, tokens.shape[1]).scatter_reduce(
+        1, up, torch.where(wins, node, tokens.shape[1]), "amin"
+    )
+    stays = (kept.gather(1, up) == node) | ~sampled_rows[:, None]
     return torch.where(stays, above, -1), proposal * factor.gather(-1, kind)
 
 

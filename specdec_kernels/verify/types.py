@@ -30,11 +30,11 @@ class Verification(NamedTuple):
     lengths: Annotated[Tensor, "B int64"]
     max_depth: int
     sampling: SamplingTensors
-    uniforms: Annotated[Tensor | None, "B U float64"]
-    draft_probs: Annotated[Tensor | None, "B R V float32"]
-    draft_rows: Annotated[Tensor | None, "B N int32"]
-    probabilities: bool
-    return_logprobs: bool
+    uniforms: Annotated[Tensor | None, "B U float64"] = None
+    draft_probs: Annotated[Tensor | None, "B R V float32"] = None
+    draft_rows: Annotated[Tensor | None, "B N int32"] = None
+    probabilities: bool = False
+    return_logprobs: bool = True
 
     @property
     def samples_drafts(self) -> bool:
