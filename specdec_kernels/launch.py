@@ -98,22 +98,27 @@ def launch(
     """Run `kernel` on `grid`, on the GPU that holds its tensors; an empty grid launches nothing.
 
     A named tuple of tensors is one argument, whose fields the kernel reads. It holds no number that varies from step to
-    step: Triton would compile a variant for each. Fusion is explicit because it changes bits and speed.
+    step: Triton would compile a variant for each. Fusion is explicit because it changes bits and speed. A kernel with a
+    parameter `PDL` depends on its predecessor as `pdl` describes, on the chips that can.
     """
     if min(grid) == 0:
         return
+    tensor = next((value for _, value in leaves(args) if isinstance(value, Tensor)), None)
+    if tensor is not None and "PDL" in getattr(kernel, "arg_names", ()):
+        from specdec_kernels.pdl import pdl_options
+
+        constexprs = pdl_options(current_chip(tensor)) | constexprs
     if _recorder is not None:
         _recorder[1].append(Launch(kernel, args, constexprs, num_warps, num_stages))
         return
     if interpreting() and os.environ.get(FAST_INTERPRETER) == "1":
         prepare()
-    with _on_device_of(args):
+    with _on_device_of(tensor):
         kernel[grid](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
 
 
-def _on_device_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """The GPU of the first tensor as the current one: Triton launches there, regardless of where the tensors are."""
-    tensor = next((value for _, value in leaves(args) if isinstance(value, Tensor)), None)
+def _on_device_of(tensor: Tensor | None) -> AbstractContextManager[Any]:
+    """The tensor's GPU as the current one: Triton launches there, regardless of where the tensors are."""
     if tensor is None or not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.get_device())

@@ -29,6 +29,13 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 
 @triton.jit
+def begin(PDL: tl.constexpr):
+    """Both, in the order of most kernels: wait, then make room for the next kernel."""
+    wait_for_predecessor(PDL)
+    launch_dependents(PDL)
+
+
+@triton.jit
 def launch_dependents(PDL: tl.constexpr):
     """Once every program has called this, programs of the next kernel may take the resources that this one leaves."""
     if PDL:
@@ -36,5 +43,5 @@ def launch_dependents(PDL: tl.constexpr):
 
 
 def pdl_options(chip: str) -> dict[str, Any]:
-    """Arguments of `launch` for a kernel that calls `wait_for_predecessor`."""
+    """What `launch` adds for a kernel that has a parameter `PDL`."""
     return dict(PDL=True, launch_pdl=True) if chip in PDL_CHIPS else dict(PDL=False)

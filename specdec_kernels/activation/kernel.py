@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import CHIPS, current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 
 BLOCK = dict.fromkeys(CHIPS, 1024) | {"interpreter": 16384}
 """Columns of a program: 16 bytes a lane of two-byte numbers."""
@@ -26,8 +26,7 @@ def _silu_mul_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -38,14 +37,12 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    width, chip = gate_up.shape[-1] // 2, current_chip(gate_up)
+    width, block = gate_up.shape[-1] // 2, BLOCK[current_chip(gate_up)]
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    block = BLOCK[chip]
     launch(
         _silu_mul_kernel,
         (out.numel() // width, -(-width // block)),
         *(gate_up, out, width),
         BLOCK=block,
-        **pdl_options(chip),
     )
     return out

@@ -19,7 +19,7 @@ from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.norm.configs import num_warps
 from specdec_kernels.norm.kernel import normed_row
 from specdec_kernels.norm.types import Normed, NormInputs
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 
 
 @triton.jit
@@ -111,7 +111,6 @@ def _all_reduce_kernel(
 def all_reduce_add_rms_norm(parts: Tensor, exchange: Exchange, slot: int, end: NormInputs) -> Normed:
     residual = end.residual
     result = Normed(torch.empty_like(residual), torch.empty_like(residual))
-    chip = current_chip(residual)
     width = exchange.width
     ranks = len(exchange.offsets)
     rows = residual.numel() // width
@@ -122,11 +121,10 @@ def all_reduce_add_rms_norm(parts: Tensor, exchange: Exchange, slot: int, end: N
         (rows,),
         *(parts, exchange.memory, exchange.offsets, residual, end.weight, *result, float(end.eps)),
         *(parts.shape[0], rows, slot * words, SLOTS * words + slot * exchange.rows, exchange.rows),
-        num_warps=num_warps(chip, block),
+        num_warps=num_warps(current_chip(residual), block),
         D=width,
         BLOCK_D=block,
         RANK=exchange.rank,
         RANKS=ranks,
-        **pdl_options(chip),
     )
     return result

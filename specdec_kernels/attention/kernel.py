@@ -33,8 +33,8 @@ from specdec_kernels.attention.kernel_merge import merge_parts
 from specdec_kernels.attention.kernel_tree import TreeState, launch_tree
 from specdec_kernels.attention.launch_arguments import pool_argument, score_factors, static_of, tensors_of
 from specdec_kernels.attention.types import AttentionCall
-from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.launch import launch
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 
 _LOG2_E = tl.constexpr(d.LOG2_E)
 
@@ -332,5 +332,4 @@ def _launch(call: AttentionCall, part: Tensor, part_lse: Tensor | None, state: T
         # Products in another order would not have the bits of the nodes' own paths, see `kernel_tree`.
         SWAP_AB=config.swap_ab and config.fp8_code(kv.dtype) != 0 and not work.fixed_splits,
         STATIC=static_of(call),
-        **pdl_options(current_chip(kv)),
     )

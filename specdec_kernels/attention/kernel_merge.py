@@ -28,7 +28,7 @@ from specdec_kernels.attention.device import (
 )
 from specdec_kernels.attention.types import AttentionMetadata, WorkShape
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -139,5 +139,4 @@ def merge_parts(
         FIXED=work.fixed_splits,
         ROWS=config.rows,
         UNROLL=config.unroll,
-        **pdl_options(current_chip(out)),
     )

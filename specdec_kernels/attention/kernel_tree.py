@@ -21,7 +21,7 @@ from specdec_kernels.attention.configs import node_config
 from specdec_kernels.attention.launch_arguments import pool_argument, score_factors, static_of, tensors_of
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 
 _LOG2_E = tl.constexpr(d.LOG2_E)
 
@@ -263,5 +263,4 @@ def launch_tree(
         num_warps=config.num_warps,
         num_stages=1,
         STATIC=static_of(call)._replace(BLOCK_M=config.block_m),
-        **pdl_options(current_chip(q)),
     )

@@ -27,7 +27,7 @@ from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.norm.configs import num_warps
 from specdec_kernels.norm.kernel import normed_row
 from specdec_kernels.norm.types import Normed, NormInputs
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin, launch_dependents, wait_for_predecessor
 from specdec_kernels.projection.kernel import Operands, Tile, partial_sum, weight_rows
 from specdec_kernels.projection.kernel_scaled import numbers_of, scaled_sum, scales_of, scaling_of
 from specdec_kernels.projection.types import ScaledWeight
@@ -161,8 +161,7 @@ def _combine_kernel(
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * H + column, mask=inside, other=0.0)
         norm_weight = tl.load(norm_weight_ptr + column, mask=inside, other=0.0)
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     # All requested before the first is added, those without expert too: a condition would make each wait for another.
     parts = ()
     for slot in tl.static_range(TOPK):
@@ -211,7 +210,6 @@ def _launch(call: ExpertCall, block: int, warps: int, *end: Tensor | float | Non
         EXPERTS=schedule.num_experts,
         TOPK=topk,
         BLOCK=block,
-        **pdl_options(current_chip(x)),
     )
 
 
@@ -254,5 +252,4 @@ def _launch_product(
         GATED=is_gated,
         CLAMPED=limit is not None,
         IN_ORDER=split < inner,
-        **pdl_options(chip),
     )

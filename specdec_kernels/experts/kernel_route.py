@@ -19,7 +19,7 @@ from specdec_kernels.experts.configs import FEW_ROWS, ROUTE, row_tile_of
 from specdec_kernels.experts.kernel_schedule import empty_schedule, schedule_experts
 from specdec_kernels.experts.types import ExpertSchedule, Routed, Routing
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 from specdec_kernels.sampling.device import finite, sort_key, usable
 
 _TAKEN = tl.constexpr(-(1 << 31))  # below the key of -inf
@@ -165,8 +165,7 @@ def _route_kernel(
 ):
     row, expert = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
     there, inside = row < rows, expert < EXPERTS
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
     logit = tl.load(logits_ptr + at, mask=there[:, None] & inside[None, :], other=float("-inf"))
     narrow = logit.dtype
@@ -211,7 +210,7 @@ def _launch(
     block_rows: int,
 ) -> None:
     """Programs of `block_rows` rows; one, which has all rows, where it writes a schedule."""
-    (rows, experts), chip = logits.shape, current_chip(logits)
+    rows, experts = logits.shape
     capacity = 0 if schedule is None else schedule.items.shape[0]
     launch(
         _route_kernel,
@@ -231,7 +230,6 @@ def _launch(
         BLOCK_T=block_rows,
         BLOCK_E=lanes(experts),
         BLOCK_G=lanes(routing.groups),
-        **pdl_options(chip),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec_kernels.experts.configs import ROUTE
 from specdec_kernels.experts.types import ExpertSchedule, max_items
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 
 _LEAST_IDS = 32
 """Triton 3.6 compiles no histogram of 16 elements."""
@@ -72,8 +72,7 @@ def _schedule_kernel(
 ):
     own = tl.program_id(0) * OWN + tl.arange(0, OWN)
     bin = tl.arange(0, BINS)
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     counts = tl.zeros([BINS], tl.int32)
     for first in tl.range(0, count, BLOCK):
         counts += tl.histogram(_load_ids(experts_ptr, first + tl.arange(0, BLOCK), count, EXPERTS), BINS)
@@ -117,6 +116,5 @@ def schedule_experts(experts: Tensor, num_experts: int, row_tile: int) -> Expert
         BLOCK=lanes(max(count, _LEAST_IDS), config.ids),
         BINS=lanes(num_experts + 2),
         ITEMS=config.items,
-        **pdl_options(current_chip(experts)),
     )
     return schedule

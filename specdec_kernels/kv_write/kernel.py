@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdec_kernels.kv_write.types import KVStore, StoreOptions
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 
 _STRIDES = ["q_stride", "k_stride", "k_layer_stride", "v_stride", "v_layer_stride"]
 _VARYING = ["tokens", "num_slots", "max_pos", *_STRIDES]
@@ -212,8 +212,7 @@ def _kv_write_kernel(
     HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_BLOCKS: tl.constexpr = (H_KV + HEADS - 1) // HEADS
     block = tl.program_id(1)
@@ -272,8 +271,7 @@ def _launch(
     tokens, layers, kv_heads, head_dim = k.shape
     heads = 0 if q is None else q.shape[1]
     half = rope.shape[1] // 2
-    chip = current_chip(k)
-    block = _tile(chip, tokens, heads, kv_heads)
+    block = _tile(current_chip(k), tokens, heads, kv_heads)
     blocks = triton.cdiv(heads, block["HEADS"]) + layers * 2 * triton.cdiv(kv_heads, block["HEADS"])
     q_stride = 0 if q is None else q.stride(0) // head_dim
     launch(
@@ -297,7 +295,6 @@ def _launch(
         K_BY_HEAD=isinstance(k_scale, Tensor),
         V_BY_HEAD=isinstance(v_scale, Tensor),
         **block,
-        **pdl_options(chip),
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec_kernels.lattice.configs import CONFIGS
 from specdec_kernels.lattice.types import Draws, Lattice, PairFactors, SampledChain
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.types import DRAFT_STREAM
 from specdec_kernels.tree.kernel_selection import empty_selection
@@ -74,8 +74,7 @@ def _pair_kernel(
     request = cell // DEPTH
     place = cell - request * DEPTH
     lane = tl.arange(0, BLOCK_C)
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     live = (lane < CANDIDATES) & (place < _positions_of(lattice.counts, request, True, DEPTH))
     follows = live & (place > 0)
     tokens = tl.load(lattice.tokens + cell * CANDIDATES + lane, mask=live, other=-1)
@@ -151,8 +150,7 @@ def _chain_kernel(
     request = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     in_batch = request < batch
     lane = tl.arange(0, BLOCK_C)
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     temperature = tl.zeros((BLOCK_Q,), tl.float32)
     if draws.temperature is not None:
         temperature = tl.load(draws.temperature + request, mask=in_batch, other=0.0)
@@ -221,8 +219,7 @@ def _tree_kernel(
     request = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK_N * BLOCK_C)
     parent_of, candidate = lane // BLOCK_C, lane % BLOCK_C
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     count = _positions_of(lattice.counts, request, True, DEPTH)
     _store_root(tree, lattice.last_tokens, request, True, NODES)
     offer = tl.full((BLOCK_N * BLOCK_C,), _NO_OFFER, tl.int32)
@@ -255,14 +252,13 @@ def _tree_kernel(
 
 def pair_scores(lattice: Lattice, factors: PairFactors) -> Tensor:
     batch, depth, candidates = lattice.tokens.shape
-    chip, rank = current_chip(factors.predecessors), factors.predecessors.shape[1]
-    config = CONFIGS[chip]
+    rank, config = factors.predecessors.shape[1], CONFIGS[current_chip(factors.predecessors)]
     pairs = torch.empty(batch, depth, candidates, candidates, dtype=torch.float32, device=lattice.tokens.device)
     launch(
         _pair_kernel, (batch * depth,), lattice, factors, pairs, len(factors.predecessors), len(factors.successors),
         num_warps=config.pair_warps,
         DEPTH=depth, CANDIDATES=candidates, RANK=rank, BLOCK_C=max(triton.next_power_of_2(candidates), _MIN_DOT),
-        BLOCK_F=min(max(triton.next_power_of_2(rank), _MIN_DOT), config.rank_block), **pdl_options(chip),
+        BLOCK_F=min(max(triton.next_power_of_2(rank), _MIN_DOT), config.rank_block),
     )  # fmt: skip
     return pairs
 
@@ -289,17 +285,16 @@ def _launch_chain(lattice: Lattice, pairs: Tensor, draws: Draws, chain: Selectio
     launch(
         _chain_kernel, (triton.cdiv(batch, block_q),), lattice, pairs, draws, chain, probs, batch,
         num_warps=_warps(chip, block_c * block_c), DEPTH=depth, CANDIDATES=candidates, BLOCK_Q=block_q, BLOCK_C=block_c,
-        **pdl_options(chip),
     )  # fmt: skip
 
 
 def lattice_tree(lattice: Lattice, pairs: Tensor, num_nodes: int) -> Selection:
-    (batch, depth, candidates), chip = lattice.tokens.shape, current_chip(pairs)
+    batch, depth, candidates = lattice.tokens.shape
     tree = empty_selection(lattice.last_tokens, num_nodes)
     block_n, block_c = (max(triton.next_power_of_2(size), d.MIN_SCAN) for size in (num_nodes, candidates))
     launch(
-        _tree_kernel, (batch,), lattice, pairs, tree, num_warps=_warps(chip, block_n * block_c), DEPTH=depth,
-        CANDIDATES=candidates, NODES=num_nodes, BLOCK_N=block_n, BLOCK_C=block_c, **pdl_options(chip),
+        _tree_kernel, (batch,), lattice, pairs, tree, num_warps=_warps(current_chip(pairs), block_n * block_c),
+        DEPTH=depth, CANDIDATES=candidates, NODES=num_nodes, BLOCK_N=block_n, BLOCK_C=block_c,
     )  # fmt: skip
     return tree
 

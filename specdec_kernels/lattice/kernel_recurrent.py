@@ -14,7 +14,7 @@ from specdec_kernels.lattice.configs import CONFIGS
 from specdec_kernels.lattice.kernel import table_rows
 from specdec_kernels.lattice.types import RnnStep
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 
 _MIN_DOT = 16
 
@@ -60,8 +60,7 @@ def _rnn_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     unit = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
     in_rows = row < rows
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     token = tl.load(tokens_ptr + row, mask=in_rows, other=-1)
     gate = _load(hidden_ptr, row, unit, in_rows, 3 * SIZE, SIZE).to(tl.float32)
     candidate = _load(hidden_ptr + SIZE, row, unit, in_rows, 3 * SIZE, SIZE).to(tl.float32)
@@ -106,8 +105,7 @@ def _gru_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     unit = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
     in_rows = row < rows
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     token = tl.load(tokens_ptr + row, mask=in_rows, other=-1)
     reset = tl.zeros((BLOCK_M, BLOCK_J), tl.float32)
     update = tl.zeros((BLOCK_M, BLOCK_J), tl.float32)
@@ -154,9 +152,8 @@ def gru_step(tokens: Tensor, state: Tensor, embedding: Tensor, weight_ih: Tensor
 
 def _tiles(state: Tensor, inputs: int) -> tuple[tuple[int, int], dict[str, int]]:
     """The grid of a step, and its block sizes and warps."""
-    (rows, size), chip = state.shape, current_chip(state)
-    config = CONFIGS[chip]
+    (rows, size), config = state.shape, CONFIGS[current_chip(state)]
     block_j = min(max(triton.next_power_of_2(size), _MIN_DOT), config.state_units)
     block_k = min(max(triton.next_power_of_2(inputs), _MIN_DOT), config.state_block)
     sizes = dict(BLOCK_M=config.state_rows, BLOCK_J=block_j, BLOCK_K=block_k, num_warps=config.state_warps)
-    return (triton.cdiv(rows, config.state_rows), triton.cdiv(size, block_j)), sizes | pdl_options(chip)
+    return (triton.cdiv(rows, config.state_rows), triton.cdiv(size, block_j)), sizes

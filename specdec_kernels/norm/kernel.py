@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.norm.configs import num_warps
 from specdec_kernels.norm.types import Normed, NormInputs
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def embed_join_rms_norm(
     eps: float,
     sources: Tensor | None = None,
 ) -> Normed:
-    chip, width, block = current_chip(table), table.shape[1], triton.next_power_of_2(table.shape[1])
+    width, block = table.shape[1], triton.next_power_of_2(table.shape[1])
     out = table.new_empty(*tokens.shape, 2 * width)
     residual = None if sources is None else table.new_empty(*tokens.shape, width)
     launch(
@@ -159,10 +159,9 @@ def embed_join_rms_norm(
         (tokens.numel(), 2),
         *(tokens, table, weight, feature, feature_weight, sources, out, residual, float(eps)),
         *(table.shape[0], tokens.shape[-1], feature.shape[-2]),
-        num_warps=num_warps(chip, block),
+        num_warps=num_warps(current_chip(table), block),
         D=width,
         BLOCK_D=block,
-        **pdl_options(chip),
     )
     return Normed(out, feature if residual is None else residual)
 
@@ -177,7 +176,6 @@ def _launch(
     tokens: Tensor | None = None,
     num_parts: int = 0,
 ) -> None:
-    chip = current_chip(x)
     width = x.shape[-1]
     rows = out.numel() // width
     block = triton.next_power_of_2(width)
@@ -186,9 +184,8 @@ def _launch(
         (rows,),
         *(x, residual, tokens, weight, out, total, float(eps)),
         *(x.shape[0] if tokens is not None else 0, num_parts, rows),
-        num_warps=num_warps(chip, block),
+        num_warps=num_warps(current_chip(x), block),
         D=width,
         BLOCK_D=block,
         PARTS=num_parts > 0,
-        **pdl_options(chip),
     )

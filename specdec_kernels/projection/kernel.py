@@ -31,7 +31,7 @@ from specdec_kernels.all_reduce.types import Exchange
 from specdec_kernels.launch import current_chip, launch
 from specdec_kernels.norm import kernel as norm
 from specdec_kernels.norm.types import Normed, NormInputs
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 from specdec_kernels.projection import kernel_hopper, kernel_scaled, reference
 from specdec_kernels.projection.configs import MAX_KERNEL_ROWS, LinearConfig, linear_config, scaled_config
 from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
@@ -238,5 +238,4 @@ def launch_linear(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
         GATED=is_gated,
         IN_ORDER=config.in_order,
         RESIDENT=config.resident,
-        **pdl_options(current_chip(x)),
     )

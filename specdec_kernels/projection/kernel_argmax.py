@@ -16,8 +16,8 @@ from torch import Tensor
 
 from specdec_kernels.all_reduce.kernel import packed_word, received
 from specdec_kernels.all_reduce.types import SLOTS, Exchange
-from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.launch import launch
+from specdec_kernels.pdl import begin, launch_dependents, wait_for_predecessor
 from specdec_kernels.projection import reference
 from specdec_kernels.projection.device import Operands, Tile, weight_rows
 from specdec_kernels.projection.kernel import config_of, partial_sum, takes, with_later_splits
@@ -115,8 +115,7 @@ def _argmax_of_tiles_kernel(
 ):
     tile = tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     best = tl.load(best_ptr + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
     column = tl.load(column_ptr + row * tiles + tile, mask=tile < tiles, other=_NO_COLUMN)
     top = tl.max(best, 0)
@@ -132,7 +131,7 @@ def linear_argmax(product: Product, exchange: Exchange | None = None) -> Tensor:
     if exchange is None and not takes(product):
         return reference.linear_argmax(product)
     outer, inner = weight.shape
-    rows, chip, config = product.rows, current_chip(x), config_of(product)
+    rows, config = product.rows, config_of(product)
     tiles = -(-outer // config.columns)
     best = torch.empty((rows, tiles), dtype=torch.float32, device=x.device)
     column = torch.empty((rows, tiles), dtype=torch.int32, device=x.device)
@@ -144,7 +143,6 @@ def linear_argmax(product: Product, exchange: Exchange | None = None) -> Tensor:
         num_stages=config.num_stages,
         TILE=Tile.of(config, inner),
         IN_ORDER=config.splits > 1,
-        **pdl_options(chip),
     )
     out = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
     block = triton.next_power_of_2(tiles)
@@ -157,6 +155,5 @@ def linear_argmax(product: Product, exchange: Exchange | None = None) -> Tensor:
         BLOCK=block,
         RANK=rank,
         RANKS=1 if offsets is None else len(offsets),
-        **pdl_options(chip),
     )
     return out

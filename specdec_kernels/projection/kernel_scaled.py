@@ -28,7 +28,7 @@ from torch import Tensor
 
 from specdec_kernels.kv_write.kernel import to_e4m3
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 from specdec_kernels.projection import kernel_scaled_hopper
 from specdec_kernels.projection.configs import ROUNDED_APART_ROWS, LinearConfig
 from specdec_kernels.projection.device import Operands, Tile, finish, weight_at, weight_rows, work_of, x_at
@@ -284,5 +284,4 @@ def launch_scaled(product: Product, bias: Tensor | None, out: Tensor, is_gated: 
         SCALING=scaling_of(weight, chip, config.columns // 2, is_gated, apart),
         GATED=is_gated,
         IN_ORDER=config.in_order,
-        **pdl_options(chip),
     )

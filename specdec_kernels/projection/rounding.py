@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec_kernels.kv_write.kernel import to_e4m3
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 from specdec_kernels.projection.types import GROUP, LARGEST_CODE, LEAST_MAGNITUDE
 
 _GROUP = tl.constexpr(GROUP)
@@ -70,6 +70,5 @@ def rounded_rows(x: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
         num_warps=4,
         GROUPS=_GROUPS_OF_A_PROGRAM,
         CODES=multiplies_codes(chip),
-        **pdl_options(chip),
     )
     return codes, scales

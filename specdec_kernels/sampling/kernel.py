@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.configs import SELECTION
 from specdec_kernels.sampling.kernel_filter import Kept, keep, strip_masses
@@ -151,8 +151,7 @@ def _select_kernel(
         temperature = tl.load(temperature_ptr + request, mask=in_row, other=0.0)
         if DRAW:
             uniform = d.keyed_uniform(origin, row, request, row, in_row, STREAM)
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     # What does not depend on other loads is loaded first.
     tops = tl.load(strips.tops + place, mask=in_strips, other=float("-inf"))
     if SAMPLE:
@@ -249,7 +248,7 @@ def select(
         found, rows, values.stride(0), num_warps=config.sample_warps if sample and draw else config.pick_warps,
         PER_REQUEST=per_request, VOCAB=vocab, STRIPS=strips.tops.shape[1], STRIP=length, SAMPLE=sample,
         DRAW=draw, FILTER=call.filtered, NORMALISE=normalise, PROBS=probabilities, STREAM=stream, BLOCK_R=block_r,
-        BLOCK_N=block_n, SLOTS=slots, CHUNK=chunk, CHUNKS=chunks, **pdl_options(chip),
+        BLOCK_N=block_n, SLOTS=slots, CHUNK=chunk, CHUNKS=chunks,
     )  # fmt: skip
     return found
 

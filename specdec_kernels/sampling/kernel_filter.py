@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling import kernel_nucleus as nucleus
 from specdec_kernels.sampling.configs import SELECTION
@@ -124,8 +124,7 @@ def _filter_kernel(
     strip = tl.arange(0, BLOCK_N)[None, :]
     place = row.to(tl.int64)[:, None] * STRIPS + strip
     in_strips = in_row[:, None] & (strip < STRIPS)
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     # No load before the wait: the statistics come from `stats_kernel` just before, which starts before older kernels
     # have ended. Loads that depend on no other load come first.
     tops = tl.load(strips.tops + place, mask=in_strips, other=float("-inf"))
@@ -166,8 +165,8 @@ def _filter_kernel(
 
 def keep(rows: Rows, strips: Strips, distribution: Tensor) -> Kept:
     """The weight that the filters leave of every row; floor and total go to `distribution` [4, R]."""
-    values, sampling, chip = rows.values, rows.sampling, current_chip(rows.values)
-    (count, vocab), config = values.shape, SELECTION[chip]
+    values, sampling, config = rows.values, rows.sampling, SELECTION[current_chip(rows.values)]
+    count, vocab = values.shape
     num_groups, num_strips = strips.groups.shape[1], strips.tops.shape[1]
     block_g = max(triton.next_power_of_2(num_groups), d.MIN_SCAN)
     slots, chunks = min(config.slots, block_g), triton.cdiv(vocab, config.chunk)
@@ -188,7 +187,6 @@ def keep(rows: Rows, strips: Strips, distribution: Tensor) -> Kept:
         _filter_kernel, (triton.cdiv(count, block_r),), values, sampling, strips, kept, edges, distribution, count,
         values.stride(0), num_warps=config.select_warps, BLOCK_R=block_r,
         BLOCK_N=max(triton.next_power_of_2(num_strips), d.MIN_SCAN), BLOCK_G=block_g, STATIC=static,
-        **pdl_options(chip),
     )  # fmt: skip
     lists = nucleus.list_values(rows, strips.queue, kept.state, edges, static) if may_defer else None
     settle(rows, kept, edges, lists, distribution, static)

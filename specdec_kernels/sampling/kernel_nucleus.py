@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.configs import SELECTION
 from specdec_kernels.sampling.kernel_stats import Rows
@@ -177,8 +177,7 @@ def _list_kernel(
 ):
     CHUNKS: tl.constexpr = STATIC.CHUNKS
     KEEP: tl.constexpr = STATIC.KEEP
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     end = tl.load(queue_ptr) * CHUNKS
     for start in range(tl.program_id(0) * BLOCK_T, end, tl.num_programs(0) * BLOCK_T):
         task = start + tl.arange(0, BLOCK_T)
@@ -209,8 +208,8 @@ def _list_kernel(
 
 def list_values(rows: Rows, queue: Tensor, state: Tensor, edges: Tensor, static: Static) -> Lists:
     """The `Lists` of the rows in `queue` [1 + R]; `state` [6, R], `edges` [5, R]."""
-    values, sampling, chip = rows.values, rows.sampling, current_chip(rows.values)
-    config, count, chunks = SELECTION[chip], len(values), static.CHUNKS
+    values, sampling, config = rows.values, rows.sampling, SELECTION[current_chip(rows.values)]
+    count, chunks = len(values), static.CHUNKS
     out = partial(torch.empty, device=values.device)
     lists = Lists(
         out(NUM_EDGES, count, chunks, static.PARTS, dtype=torch.float32), out(count, chunks, dtype=torch.int32),
@@ -221,6 +220,6 @@ def list_values(rows: Rows, queue: Tensor, state: Tensor, edges: Tensor, static:
         launch(
             _list_kernel, (min(triton.cdiv(count * chunks, block_t), config.programs),), values, sampling.temperature,
             queue, state, edges, lists, count, values.stride(0), num_warps=static.PARTS, BLOCK_T=block_t,
-            STATIC=static, **pdl_options(chip),
+            STATIC=static,
         )  # fmt: skip
     return lists

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling import kernel_nucleus as nucleus
 from specdec_kernels.sampling.configs import SELECTION
@@ -226,8 +226,7 @@ def _settle_kernel(
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     # No load before the wait: all is written by the kernels of this family just before. Loads that
     # depend on no other load come first.
     in_row = row < rows
@@ -266,12 +265,12 @@ def settle(
 ) -> None:
     """Write floor and total of every filtered row to `distribution` [4, R], and the kept weight: of the slots of the
     rows that are not deferred, of the chunks of the others."""
-    values, chip = rows.values, current_chip(rows.values)
-    config, count = SELECTION[chip], len(values)
+    values, config = rows.values, SELECTION[current_chip(rows.values)]
+    count = len(values)
     block_c = max(triton.next_power_of_2(static.CHUNKS), d.MIN_SCAN)
     block_r = d.rows_per_program(count, config.max_rows, max(config.chunk, block_c * config.keep))
     launch(
         _settle_kernel, (triton.cdiv(count, block_r),), values, rows.sampling, kept, edges, lists, distribution, count,
         values.stride(0), num_warps=static.WARPS, BLOCK_R=block_r, BLOCK_C=block_c,
-        BLOCK_P=triton.next_power_of_2(static.CHUNKS * static.PARTS), STATIC=static, **pdl_options(chip),
+        BLOCK_P=triton.next_power_of_2(static.CHUNKS * static.PARTS), STATIC=static,
     )  # fmt: skip

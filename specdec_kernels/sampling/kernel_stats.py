@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import current_chip, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 from specdec_kernels.sampling import device as d
 from specdec_kernels.sampling.configs import SELECTION
 from specdec_kernels.sampling.types import SamplingTensors
@@ -176,6 +176,6 @@ def measure(rows: Rows, normalise: bool, weigh_all: bool) -> Strips:
         _stats_kernel, (triton.cdiv(count * strips, block_s),), rows.values, temperature, found, count,
         rows.values.stride(0), num_warps=min(block_s, _MOST_WARPS), PER_REQUEST=rows.per_request, VOCAB=vocab,
         STRIPS=strips, SAMPLE=sample, NORMALISE=normalise, WEIGH_ALL=weigh_all, PROBS=rows.probabilities,
-        BLOCK_S=block_s, STEPS=length // STEP, **pdl_options(chip),
+        BLOCK_S=block_s, STEPS=length // STEP,
     )  # fmt: skip
     return found

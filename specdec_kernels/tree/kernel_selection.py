@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.launch import lanes, launch
+from specdec_kernels.pdl import begin
 from specdec_kernels.sampling.device import key_value, sort_key
 from specdec_kernels.tree.reference import SMALLEST_PRODUCT
 from specdec_kernels.tree.types import UNUSED_PARENT, WORD_BITS, Candidates, Expansion, Frontier, Selection
@@ -53,8 +53,7 @@ def _expand_kernel(
     live = child < PARENTS * CHILDREN
     row = request * (PARENTS * CHILDREN)
     out = request * CANDIDATES + first
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     path_score = tl.load(probs_ptr + row + child, mask=live, other=0.0)
     above = child * 0 - 1
     if frontier is not None:
@@ -223,7 +222,6 @@ def expand_tree(call: Expansion) -> Frontier | None:
         CANDIDATES=call.candidates.path_scores.shape[1], WIDTH=width,
         SEEN=0 if frontier is None else frontier.mask.shape[2], WORDS=0 if mask is None else mask.shape[2],
         ROOT=call.root_is_stored, BLOCK_M=block_m, BLOCK_T=lanes(width), num_warps=_warps(block_m),
-        **pdl_options(current_chip(probs)),
     )  # fmt: skip
     return following
 

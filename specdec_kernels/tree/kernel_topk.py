@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 from specdec_kernels.sampling import device as d
 from specdec_kernels.tree.configs import CONFIGS
 from specdec_kernels.tree.kernel_selection import NO_SCORE
@@ -47,8 +47,7 @@ def _topk_tiles_kernel(
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     logit = d.load_entries(logits_ptr, row, column, row_stride, column < VOCAB)
     tile_max, top, total = _tile_statistics(logit)
     # An infinity shows in the largest logit, and a NaN in the sum; replacing them in every entry would be slower.
@@ -81,8 +80,7 @@ def _topk_merge_kernel(
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, BLOCK_T)
     strip = tl.arange(0, BLOCK_S)
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     tile_max = tl.load(tile_max_ptr + row * TILES + tile, mask=tile < TILES, other=float("-inf"))
     place = strip_ptr + row * STRIPS + strip
     strip_max = tl.load(place, mask=strip < STRIPS, other=float("-inf"))
@@ -119,8 +117,7 @@ def _topk_merge_kernel(
 
 def draft_topk(logits: Tensor, k: int) -> DraftTopk:
     rows, vocab = logits.shape
-    chip = current_chip(logits)
-    config = CONFIGS[chip]
+    config = CONFIGS[current_chip(logits)]
     tiles = triton.cdiv(vocab, config.topk_tile)
     all_tiles = max(_MIN_LANES, triton.next_power_of_2(tiles))
     block_t = min(all_tiles, config.topk_tiles)
@@ -128,7 +125,7 @@ def draft_topk(logits: Tensor, k: int) -> DraftTopk:
     out = partial(torch.empty, dtype=torch.float32, device=logits.device)
     tile_max, strip = out(rows * tiles), out(2 * rows * strips)
     result = DraftTopk(out(rows, k), out(rows, k, dtype=torch.int64))
-    sizes = dict(VOCAB=vocab, TILES=tiles, TILE=config.topk_tile, **pdl_options(chip))
+    sizes = dict(VOCAB=vocab, TILES=tiles, TILE=config.topk_tile)
     launch(
         _topk_tiles_kernel, (rows, strips), logits, tile_max, strip, logits.stride(0),
         BLOCK_T=block_t, num_warps=config.topk_warps, **sizes,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch import current_chip, lanes, launch
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import launch_dependents, wait_for_predecessor
 from specdec_kernels.sampling.kernel import select
 from specdec_kernels.tree.types import TreeLinks
 from specdec_kernels.verify.configs import ACCEPTANCE
@@ -150,6 +150,6 @@ def accept_targets(
     launch(
         _follow_kernel, (triton.cdiv(batch, block_b),), tokens, tree, targets, usable, logprobs,
         lengths, accepted, batch, num_warps=1, NODES=num_nodes, DEPTH=max_depth, BLOCK_B=block_b,
-        BLOCK_N=max(_MIN_LANES, lanes(num_nodes)), BLOCK_D=lanes(max_depth + 1), **pdl_options(current_chip(tokens)),
+        BLOCK_N=max(_MIN_LANES, lanes(num_nodes)), BLOCK_D=lanes(max_depth + 1),
     )  # fmt: skip
     return accepted

@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     bugs_in("specdec_kernels/launch.py")(
         "launch_on_the_current_gpu",
-        "    with {{_on_device_of(args) -> nullcontext()}}:\n",
+        "    with {{_on_device_of(tensor) -> nullcontext()}}:\n",
         ("tests/kernels/test_launch.py::test_a_launch_goes_to_the_gpu_of_its_tensors",),
         "historical: tensors of the second GPU, a launch on the first",
     ),
