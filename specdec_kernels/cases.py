@@ -65,6 +65,20 @@ class Maker:
         return order.reshape(batch, pages_per_row).to(self.device, torch.int32)
 
 
+def tree_masks(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Depths [B, N] int32 and ancestor masks [B, N, ceil(N / 64)] int64 of the trees with these parents [B, N], for the
+    families that `tree`, which computes both, builds on."""
+    batch, num_nodes = parents.shape
+    sees = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
+    for node in range(1, num_nodes):
+        linked = (parents[:, node] >= 0) & (parents[:, node] < node)
+        above = sees[torch.arange(batch, device=parents.device), parents[:, node].long().clamp(0, node - 1)]
+        sees[:, node] |= above & linked[:, None]
+    weights = torch.ones((), dtype=torch.int64) << (torch.arange(num_nodes) % 64)
+    words = (sees * weights.to(parents.device)).split(64, -1)
+    return (sees.sum(-1) - 1).int(), torch.stack([word.sum(-1) for word in words], -1)
+
+
 @dataclass(frozen=True)
 class Case:
     """A named input: `build` makes the keyword arguments of `function`; `catches` says which bug it is there for."""

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from specdec_kernels.attention.api import mask_paths, plan_attention
 from specdec_kernels.attention.types import AttentionMetadata, AttentionShape
-from specdec_kernels.cases import Maker
-from specdec_kernels.tree.reference import build_tree
+from specdec_kernels.cases import Maker, tree_masks
 
 _NO_PAGE = 1 << 30
 _DISTINCT_PAGES = 61
@@ -25,9 +24,7 @@ def random_tree(
     make: Maker, batch: int, num_slots: int, reach: int | None = None, roots: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Depths [B, M] int32 and mask words [B, M, ceil(M / 64)] int64 of random trees, see `Maker.parents`."""
-    parents = make.parents(batch, num_slots, reach=reach, roots=roots)
-    links = build_tree(parents, make.tensor([0] * batch, torch.int64))
-    return links.depth, links.mask
+    return tree_masks(make.parents(batch, num_slots, reach=reach, roots=roots))
 
 
 def attention_inputs(

@@ -6,17 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_kernels.cases import Comparison, Maker, WorkModel, bytes_of, case_of
+from specdec_kernels.cases import Comparison, Maker, WorkModel, bytes_of, case_of, tree_masks
 from specdec_kernels.sampling.types import MASK_BITS, SamplingTensors
-from specdec_kernels.tree.reference import build_tree
-from specdec_kernels.tree.types import TreeLinks
 
 _FILTERS = ("top_k", "top_p", "min_p")
-
-
-def _tree(make: Maker, batch: int, num_nodes: int, lengths: Tensor) -> TreeLinks:
-    """Random trees, nodes outside of them among their nodes."""
-    return build_tree(make.parents(batch, num_nodes, unused=True), lengths)
 
 
 def random_sampling(make: Maker, requests: int) -> SamplingTensors:
@@ -187,7 +180,7 @@ def _penalties(
 ) -> dict[str, Any]:
     """Every kind of penalty alone and together on some request; request 1 has none unless there is a bias. Tokens
     repeat on paths."""
-    mask = _tree(make, batch, num_nodes, make.integers(0, 50, batch)).mask
+    _, mask = tree_masks(make.parents(batch, num_nodes, unused=True))
     request = torch.arange(batch)
     strength = torch.rand(3, batch, generator=make.generator).to(make.device)
     none = request % 5 == 1
@@ -223,7 +216,7 @@ def _forbidden(
     """Histories of few distinct tokens, so that sequences of every length end in them; some begin before the text."""
     lengths = make.integers(0, longest + 1, batch)
     lengths[-1:] = longest
-    tree = _tree(make, batch, num_nodes, lengths)
+    depths, mask = tree_masks(make.parents(batch, num_nodes, unused=True))
     words, column = make.integers(0, 2, batch, count, width), torch.arange(width, device=make.device)
     words[..., -1] = make.integers(-1, vocab + 1, batch, count)
     words[column < width - make.integers(1, width + 1, batch, count)[..., None]] = -1
@@ -231,8 +224,8 @@ def _forbidden(
     return dict(
         logits=make.normal(batch, num_nodes, vocab + padded, scale=3.0)[..., :vocab],
         tokens=make.integers(0, 2, batch, num_nodes),
-        mask=tree.mask,
-        positions=tree.positions,
+        mask=mask,
+        positions=lengths[:, None] + depths,
         history=make.integers(0, 2, batch, 30)[:, 6:],
         lengths=lengths,
         words=words,
