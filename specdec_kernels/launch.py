@@ -20,6 +20,9 @@ from specdec_kernels.interpreter import FAST_INTERPRETER, prepare
 
 IMPLS = ("auto", "triton", "reference")
 CHIPS = ("sm80", "sm90", "sm100", "gfx942")
+PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
+SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
+"""Of a processor, for buffers: less than there is, since a kernel takes some for itself."""
 
 
 @dataclass(frozen=True)

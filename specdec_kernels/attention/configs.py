@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec_kernels.launch import PROCESSORS
+
 UNSPLIT = 1 << 30
 MAX_SPLITS = 32
 _INTERPRETER_FIRST_SPLITS = 4
@@ -41,7 +43,6 @@ _INVARIANT_SPLIT_TOKENS = 256
 _ROW_BUCKETS = (16, 32, 64, 128)
 _MAX_SPLIT_TILES = 4
 _INTERPRETER_MAX_ROWS = 1024
-PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 _FP8_NATIVE_CHIPS = ("sm90", "sm100")
 _SWAP_AB_BUCKETS = (16, 32)  # with more rows, finding the maxima of keys by rows takes longer than conversions
 _PROGRAMS_AT_ONCE = {16: 3, 32: 2, 64: 2, 128: 1}

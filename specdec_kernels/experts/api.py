@@ -30,7 +30,7 @@ from specdec_kernels.experts.types import (
 from specdec_kernels.launch import dispatch
 from specdec_kernels.norm.configs import MAX_WIDTH
 from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
-from specdec_kernels.projection.api import expect_groups
+from specdec_kernels.projection.api import expected_scaled
 from specdec_kernels.projection.types import ScaledWeight
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -204,12 +204,7 @@ def _check_routing(routing: Routing, experts: int, is_corrected: bool) -> None:
 def _expected(name: str, weight: Matrices, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Expected]:
     """What a matrix must be, by name."""
     if isinstance(weight, ScaledWeight):
-        expect_groups(name, weight)
-        groups = (shape[0], -(-shape[1] // weight.group_rows), -(-shape[2] // weight.group_inner))
-        return {
-            f"{name}.codes": (weight.codes, shape, torch.uint8),
-            f"{name}.scales": (weight.scales, groups, torch.float64 if dtype == torch.float64 else torch.float32),
-        }
+        return expected_scaled(name, weight, shape, torch.float64 if dtype == torch.float64 else torch.float32)
     if not isinstance(weight, Mxfp4):
         return {name: (weight, shape, dtype)}
     if shape[2] % 32:

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from specdec_kernels.launch import CHIPS, current_chip
+from specdec_kernels.launch import CHIPS, SHARED_BYTES, current_chip
 
 LEAST_ROWS, _MOST_ROWS = 16, 128
 FEW_ROWS = 4  # that one program routes and schedules at most; more take longer than two launches
-_SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
 _INNER_STEP, _ODD_INNER_STEP = 128, 64
 _GROUP = 32  # elements with one scale in MXFP4
 # On sm90 so long that a thread has four scales, the fewest that are copied ahead; others lack the registers.
@@ -83,7 +82,7 @@ def product_config(chip: str, inner: int, row_tile: int, element_bytes: int, is_
     block_k = _INNER_STEP if inner % _INNER_STEP == 0 else _ODD_INNER_STEP
     if is_mxfp4:
         block_k = _MXFP4_STEP[chip]
-    fitting = _SHARED_BYTES[chip] // ((64 // (4 if is_mxfp4 else 1) + row_tile) * block_k * element_bytes)
+    fitting = SHARED_BYTES[chip] // ((64 // (4 if is_mxfp4 else 1) + row_tile) * block_k * element_bytes)
     warps = 8 if row_tile == _MOST_ROWS and chip != "sm90" else 4
     return ProductConfig(64, block_k, 1 << 30, warps, max(2, min(_MOST_STAGES, fitting)))
 

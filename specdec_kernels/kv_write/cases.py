@@ -1,5 +1,6 @@
 """Named inputs of the fused norm, rotation and paged store."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ def _stored(
     planes: tuple[int, ...],
     kv_heads: int,
     head_dim: int,
-    norms: dict[str, tuple[int, ...]],
+    norms: Mapping[str, tuple[int, ...]],
     page_size: int = 16,
     norm: bool = True,
     skipped: str = "none",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.all_reduce.types import Exchange
-from specdec_kernels.checks import expect_contiguous, expect_dtype, expect_same_device, expect_shape, expect_tensors
+from specdec_kernels.checks import Expected, expect_dtype, expect_same_device, expect_shape, expect_tensors
 from specdec_kernels.launch import dispatch
 from specdec_kernels.norm.configs import MAX_WIDTH
 from specdec_kernels.norm.types import Normed, NormInputs, weight_dtype
@@ -156,30 +156,23 @@ def _check(x: Tensor, weight: Tensor | ScaledWeight, bias: Tensor | None) -> Non
     if codes.shape[0] == 0:
         raise ValueError("weight: expected at least one row, got none")
     if isinstance(weight, ScaledWeight):
-        _check_scales(x, weight)
+        # The reference in float64 takes scales of its own type.
+        scales = torch.float64 if x.dtype == weight.scales.dtype == torch.float64 else torch.float32
+        expected = expected_scaled("weight", weight, weight.shape, scales)
     else:
-        expect_tensors({"x": x}, weight=(weight, (None, x.shape[-1]), x.dtype))
-    expect_tensors({"x": x}, bias=(bias, (codes.shape[0],), x.dtype))
-    expect_contiguous(x=x)
+        expected = {"weight": (weight, (None, x.shape[-1]), x.dtype)}
+    expect_tensors(x=(x, x.shape, x.dtype), **expected, bias=(bias, (codes.shape[0],), x.dtype))
 
 
-def expect_groups(name: str, weight: ScaledWeight) -> None:
-    """Raise ValueError for groups that no kernel reads."""
-    inner, rows, columns = weight.shape[-1], weight.group_rows, weight.group_inner
+def expected_scaled(
+    name: str, weight: ScaledWeight, shape: tuple[int, ...], scales: torch.dtype
+) -> dict[str, Expected]:
+    """What the tensors of a weight of `shape` [..., N, K] must be. ValueError for groups that no kernel reads."""
+    *experts, outer, inner = shape
+    rows, columns = weight.group_rows, weight.group_inner
     if not 0 < rows <= GROUP or rows & rows - 1:
         raise ValueError(f"{name}.group_rows: expected a power of two up to {GROUP}, got {rows}")
     if columns != GROUP and (rows > 1 or columns != inner):
         raise ValueError(f"{name}.group_inner: expected {GROUP}, or {inner} with group_rows=1, got {columns}")
-
-
-def _check_scales(x: Tensor, weight: ScaledWeight) -> None:
-    expect_groups("weight", weight)
-    outer, inner = weight.shape
-    # The reference in float64 takes scales of its own type.
-    dtype = torch.float64 if x.dtype == weight.scales.dtype == torch.float64 else torch.float32
-    shape = (-(-outer // weight.group_rows), -(-inner // weight.group_inner))
-    expected = {
-        "weight.codes": (weight.codes, (outer, inner), torch.uint8),
-        "weight.scales": (weight.scales, shape, dtype),
-    }
-    expect_tensors({"x": x}, **expected)
+    groups = (*experts, -(-outer // rows), -(-inner // columns))
+    return {f"{name}.codes": (weight.codes, shape, torch.uint8), f"{name}.scales": (weight.scales, groups, scales)}

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from specdec_kernels.launch import PROCESSORS, SHARED_BYTES
+
 MAX_KERNEL_ROWS = 64  # rows of x that the kernel takes by itself; more go to torch's matmul, which is then faster
 _MOST_ROWS = 128  # of one program
 _INVARIANT_ROWS = (16, 32, 64, _MOST_ROWS, _MOST_ROWS + 1, 16 * _MOST_ROWS)
 _INTERPRETER_ROWS = 16
-_PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
-_SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
 _COLUMNS = 64  # the M side of the tensor core
 _SHORTEST_SPLIT, _SHORTEST_OF_PAIRS = 512, {"sm90": 1024}
 _EVENER = 0.1
@@ -102,10 +102,10 @@ def linear_config(chip: str, outer: int, inner: int, rows: int, element_bytes: i
     if many and chip in _BOUND_BY_ARITHMETIC:
         wide = _BOUND_BY_ARITHMETIC[chip]
         # Fewer programs than processors: narrow tiles and a program for each split fill the chip.
-        many = -(-rows // block) * -(-outer // wide[0]) >= _PROCESSORS[chip]
+        many = -(-rows // block) * -(-outer // wide[0]) >= PROCESSORS[chip]
         columns, block_k, warps, stages = wide if many else (columns, block_k, warps, stages)
-    fitting = _SHARED_BYTES[chip] // ((columns + block) * block_k * element_bytes)
-    few = chip == "sm90" and tiles * cut <= _PROCESSORS[chip]
+    fitting = SHARED_BYTES[chip] // ((columns + block) * block_k * element_bytes)
+    few = chip == "sm90" and tiles * cut <= PROCESSORS[chip]
     ring = (_RING_OF_CUT if cut > 1 else _RING_OF_WHOLE).get(block, 0) if few else 0
     stages = max(2, min(stages, fitting))
     found = LinearConfig(columns, block_k, cut, warps, stages, block, many and cut > 1, resident, ring)
@@ -125,7 +125,7 @@ def scaled_config(
     if element_bytes == 4:
         rows = min(found.rows, _MOST_ROWS_OF_FLOAT32_CODES)
         return replace(found, block_k=block_k, rows=rows, num_stages=2) if float8_x else found
-    tiles, processors = -(-outer // _COLUMNS), _PROCESSORS[chip]
+    tiles, processors = -(-outer // _COLUMNS), PROCESSORS[chip]
     cut = _splits(inner, min(max(1, 2 * processors // tiles), inner // _SHORTEST_SPLIT), block_k)
     block, many = min(found.rows, _MOST_ROWS_OF_CODES), rows > _MOST_ROWS
     fills = tiles * cut > 2 * processors
@@ -137,7 +137,7 @@ def scaled_config(
     else:
         columns, warps, stages = (_TILES_OF_ROUNDED if float8_x else _TILES_OF_CODES)[block]
     # A code is converted in registers; codes and rows of x wait in shared memory.
-    fitting = _SHARED_BYTES[chip] // ((columns + block * element_bytes) * block_k)
+    fitting = SHARED_BYTES[chip] // ((columns + block * element_bytes) * block_k)
     return LinearConfig(columns, block_k, cut, warps, max(2, min(stages, fitting)), block, many and cut > 1, ring=ring)
 
 
@@ -150,7 +150,7 @@ def _ring(rows: int, groups: int) -> int:
 def _programs_a_tile(chip: str, tiles: int, inner: int) -> int:
     """As many as give every processor a program or, where that leaves clearly fewer of them idle, two. Very short
     splits lose more than idle processors do."""
-    processors = _PROCESSORS[chip]
+    processors = PROCESSORS[chip]
     one, two = (max(1, count * processors // tiles) for count in (1, 2))
     is_evener = two * tiles / (2 * processors) > one * tiles / processors + _EVENER
     return two if is_evener and inner // two >= _SHORTEST_OF_PAIRS.get(chip, 0) else one
@@ -159,18 +159,18 @@ def _programs_a_tile(chip: str, tiles: int, inner: int) -> int:
 def _resident(chip: str, programs: int, cut: int, rows: int) -> int:
     """Inner elements whose weights are resident in registers. Other weights gain nothing: the early loads delay the
     predecessor by as much."""
-    if chip != "sm90" or programs <= _PROCESSORS[chip]:
+    if chip != "sm90" or programs <= PROCESSORS[chip]:
         return 0
-    if programs > 2 * _PROCESSORS[chip]:
+    if programs > 2 * PROCESSORS[chip]:
         return _RESIDENT_OF_MANY.get(rows, 0)
     return _RESIDENT_OF_CUT_PAIRS.get(rows, 0) if cut > 1 else 0
 
 
 def _table(programs: int, chip: str) -> dict[int, tuple[int, int, int, int]]:
     """The tiles of a call with `programs` programs."""
-    if programs <= _PROCESSORS[chip]:
+    if programs <= PROCESSORS[chip]:
         return _FEW_TILES
-    return _PAIRS_OF_TILES if programs <= 2 * _PROCESSORS[chip] else _MANY_TILES
+    return _PAIRS_OF_TILES if programs <= 2 * PROCESSORS[chip] else _MANY_TILES
 
 
 def _splits(inner: int, wanted: int, step: int) -> int:

@@ -127,6 +127,12 @@ _PARENTS = (-1, 0, 0, 0, 1, 1, 2, 2, 5, 5)
 _WIDE = (-1, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5, 5, 6, 6, 9, 9, 15, 15, 15, 16, 18, 22, 22, 23, 27, 30)
 
 
+def _sample_siblings(make: Maker, rule: str, inputs: dict[str, Any], nodes: list[int], weights: Tensor) -> None:
+    again = rule not in WITHOUT_REPLACEMENT_RULES
+    sampled = torch.multinomial(weights.cpu(), len(nodes), again, generator=make.generator)
+    inputs["tokens"][:, nodes] = sampled.to(make.device)
+
+
 def _sampled_tree(
     make: Maker, rule: str, batch: int, max_depth: int, unused: int = 2, shape: Sequence[int] = _PARENTS, **sizes: Any
 ) -> dict[str, Any]:
@@ -137,9 +143,7 @@ def _sampled_tree(
     parents = make.tensor([[*shape] + [-2] * unused] * batch, torch.int32)
     for parent in sorted(set(shape[1:])):
         children = [node for node, above in enumerate(shape) if above == parent]
-        weights, again = inputs["draft_probs"][:, parent].cpu(), rule not in WITHOUT_REPLACEMENT_RULES
-        sampled = torch.multinomial(weights, len(children), again, generator=make.generator)
-        inputs["tokens"][:, children] = sampled.to(make.device)
+        _sample_siblings(make, rule, inputs, children, inputs["draft_probs"][:, parent])
     return inputs | dict(tree=build_tree(parents, inputs["lengths"]))
 
 
@@ -166,10 +170,8 @@ def _shared_rows(make: Maker, rule: str, batch: int = 20) -> dict[str, Any]:
     inputs = _sampled(make, rule, batch, 8, vocab=30, max_depth=3, distance=1.5)
     parents = make.tensor([[-1, 0, 0, 1, 1, 2, 2, 5]] * batch, torch.int32)
     draft_probs = inputs["draft_probs"][:, :2].contiguous()
-    for children, row in (((1, 2), 0), ((3, 4), 1), ((5, 6), 1)):
-        weights, again = draft_probs[:, row].cpu(), rule not in WITHOUT_REPLACEMENT_RULES
-        sampled = torch.multinomial(weights, len(children), again, generator=make.generator)
-        inputs["tokens"][:, children] = sampled.to(make.device)
+    for children, row in (([1, 2], 0), ([3, 4], 1), ([5, 6], 1)):
+        _sample_siblings(make, rule, inputs, children, draft_probs[:, row])
     draft_rows = make.tensor([[0, 1, 1, -1, 2, -1, 1 << 30, -7]] * batch, torch.int32)
     draft_rows[::2, 5] = 2  # one past the last
     tree = build_tree(parents, inputs["lengths"])
