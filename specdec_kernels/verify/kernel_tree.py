@@ -10,9 +10,8 @@ A team of programs judges the tree of a request. All of them decide the same, an
 sum over the vocabulary is needed. A rejection is pending, and s is summed, only where another child is judged after it
 or the node itself may still be accepted. Sums are counted in whole units, so no bit depends on the number of programs.
 
-From the root down a child is entered if it is accepted. From the leaves up every child that may be accepted is entered,
-and the walk returns to the parent where neither the child nor a node below it was; the state of each node is kept in
-its lane.
+`_top_down_kernel` enters a child if it is accepted. `_bottom_up_kernel` enters every child that may be accepted, and
+returns to the parent where neither the child nor a node below it was; the state of each node is kept in its lane.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from specdec_kernels.sampling.device import Uniforms
 from specdec_kernels.verify import device as v
 from specdec_kernels.verify.configs import ACCEPTANCE
 from specdec_kernels.verify.device import Distributions, Rows, Terms
-from specdec_kernels.verify.types import BOTTOM_UP_RULES, WITHOUT_REPLACEMENT_RULES, Verification
+from specdec_kernels.verify.types import BOTTOM_UP_RULES, Verification
 
 _CLASSES = tl.constexpr(v.CLASSES)
 _UNITS = tl.constexpr(2.0**46)  # of a mass
@@ -87,7 +86,6 @@ class _Static(NamedTuple):
     WORDS: int  # of a request
     RULE: str
     BOTTOM_UP: bool
-    WITHOUT_REPLACEMENT: bool
     BLOCK_B: int
     BLOCK_N: int
     BLOCK_D: int
@@ -445,13 +443,12 @@ def _store_end(
 
 
 @triton.jit(do_not_specialize=["batch", "splits"])
-def _judge_tree_kernel(
+def _top_down_kernel(
     tokens_ptr,  # [B, N] int64
     links,  # TreeLinks
     of,  # Rows
     origin,  # Uniforms
     words_ptr,  # [B, WORDS] int64, zeros; None for teams of one
-    factors_ptr,  # [splits, B, N, CLASSES] float32: q' / q by class under `greedy_paths`, a copy a program; else None
     inverse_rate_ptr,  # [B, N] float32: at the last node 1 / c, 1 where no child was rejected there
     path_ptr,  # [B, DEPTH + 1] int32: nodes from the root on, then -1
     state_ptr,  # [2, B] int32: N where the residual of the last node is sampled, else that node; that node
@@ -462,8 +459,79 @@ def _judge_tree_kernel(
 ):
     NODES: tl.constexpr = STATIC.NODES
     DEPTH: tl.constexpr = STATIC.DEPTH
-    BOTTOM_UP: tl.constexpr = STATIC.BOTTOM_UP
-    K_SEQ: tl.constexpr = STATIC.RULE == "k_seq"
+    RULE: tl.constexpr = STATIC.RULE
+    at = _requests(of.temperature, batch, STATIC)
+    source = Distributions(of, row_stride, batch * NODES, None, words_ptr, splits)
+    tree = _load_tree(source, origin, at, tokens_ptr, links, STATIC)
+    end = at.request * 0
+    depth = end
+    path = tl.where(at.column == 0, 0, -1) + end[:, None]
+    missed = at.lane * 0 + end[:, None]
+    zero = end.to(tl.float64)
+    one = zero + 1.0
+    state = _State(one, zero, one, zero, zero)
+    k_seq_rate = zero
+    candidate = _first_child(tree, at.lane, end, depth, DEPTH)
+    going = at.live
+    fresh = at.live  # m of the node is not known yet
+    word = 0
+    step = 0
+    while _any(going) & (step < 2 * NODES):
+        node = _Node(at.request * NODES + end, v.entry(tree.draft_rows, at.lane, end), at.temperature)
+        has = going & (candidate >= 0)
+        sampled = has & (at.temperature > 0)
+        if _any(sampled & fresh):
+            _, state, k_seq_rate, word = _enter(
+                source, node, tree, at.lane, end, candidate, state, k_seq_rate, sampled & fresh, word, STATIC
+            )
+            fresh = fresh & (sampled == 0)
+        token = v.entry(tree.tokens, at.lane, candidate)
+        p = _float_entry(tree.p, at.lane, candidate).to(tl.float64)
+        q = _float_entry(tree.q, at.lane, candidate)
+        judged = sampled & (q > 0)
+        if RULE == "without_replacement":
+            judged &= _was_rejected(tree, missed, token, end) == 0
+        q = tl.where(judged, q, 1.0).to(tl.float64)
+        if RULE != "k_seq":
+            settles = judged & (state.due > 0)
+            if _any(settles):
+                state, word = _settle(source, node, state, settles, word, STATIC)
+        right = has & (at.temperature <= 0) & (token == v.entry(tree.argmax, at.lane, end))
+        share, rises, mass = _judge(state, k_seq_rate, p, q, judged, right, RULE == "k_seq")
+        goes = _float_entry(tree.uniforms, at.lane, candidate) < share
+        state, missed = _reject(
+            state, missed, at.lane, candidate, q, rises, mass, judged & (goes == 0), RULE == "without_replacement"
+        )
+        following = v.entry(tree.siblings, at.lane, tl.where(has, candidate, end))
+        depth += goes.to(tl.int32)
+        end = tl.where(goes, candidate, end)
+        path = tl.where(goes[:, None] & (at.column == depth[:, None]), end[:, None], path)
+        state = _entered_state(state, state.weight, goes)
+        candidate = tl.where(goes, _first_child(tree, at.lane, end, depth, DEPTH), following)
+        fresh = fresh | goes
+        going = going & has
+        step += 1
+    _store_end(inverse_rate_ptr, path_ptr, state_ptr, batch, at, end, path, state, NODES, DEPTH)
+
+
+@triton.jit(do_not_specialize=["batch", "splits"])
+def _bottom_up_kernel(  # arguments as of `_top_down_kernel`
+    tokens_ptr,
+    links,
+    of,
+    origin,
+    words_ptr,
+    factors_ptr,  # [splits, B, N, CLASSES] float32: q' / q by class under `greedy_paths`, a copy a program; else None
+    inverse_rate_ptr,
+    path_ptr,
+    state_ptr,
+    batch,
+    row_stride,
+    splits,
+    STATIC: tl.constexpr,
+):
+    NODES: tl.constexpr = STATIC.NODES
+    DEPTH: tl.constexpr = STATIC.DEPTH
     at = _requests(of.temperature, batch, STATIC)
     if factors_ptr is not None:
         factors_ptr += tl.program_id(0).to(tl.int64) * batch * NODES * _CLASSES
@@ -476,10 +544,8 @@ def _judge_tree_kernel(
     zero = end.to(tl.float64)
     one = zero + 1.0
     state = _State(one, zero, one, zero, zero)
-    if BOTTOM_UP:
-        some = tree.uniforms  # every saved entry is written before it is read
-        saved = _State(some, some, some, some, some)
-    k_seq_rate = zero
+    some = tree.uniforms  # every saved entry is written before it is read
+    saved = _State(some, some, some, some, some)
     candidate = _first_child(tree, at.lane, end, depth, DEPTH)
     going = at.live
     fresh = at.live  # m of the node is not known yet
@@ -490,57 +556,42 @@ def _judge_tree_kernel(
         has = going & (candidate >= 0)
         sampled = has & (at.temperature > 0)
         if _any(sampled & fresh):
-            candidate, state, k_seq_rate, word = _enter(
-                source, node, tree, at.lane, end, candidate, state, k_seq_rate, sampled & fresh, word, STATIC
+            candidate, state, _, word = _enter(
+                source, node, tree, at.lane, end, candidate, state, zero, sampled & fresh, word, STATIC
             )
             fresh = fresh & (sampled == 0)
         token = v.entry(tree.tokens, at.lane, candidate)
         p = _float_entry(tree.p, at.lane, candidate)
         q = _float_entry(tree.q, at.lane, candidate)
         judged = sampled & (q > 0)
-        if STATIC.WITHOUT_REPLACEMENT:
+        if factors_ptr is None:
             judged &= _was_rejected(tree, missed, token, end) == 0
         q = tl.where(judged, v.kept_prob(source, node.row, p, q, judged), 1.0).to(tl.float64)
-        asks = judged
-        if BOTTOM_UP:
-            uniform = _float_entry(tree.uniforms, at.lane, end)
-            leaves = going & (has == 0) & (end > 0)  # all children of the node are judged: now it is judged itself
-            asks = judged | (leaves & (uniform < state.weight))
-        if not K_SEQ:
-            settles = asks & (state.due > 0)
-            if _any(settles):
-                state, word = _settle(source, node, state, settles, word, STATIC)
+        uniform = _float_entry(tree.uniforms, at.lane, end)
+        leaves = going & (has == 0) & (end > 0)  # all children of the node are judged: now it is judged itself
+        settles = (judged | (leaves & (uniform < state.weight))) & (state.due > 0)
+        if _any(settles):
+            state, word = _settle(source, node, state, settles, word, STATIC)
         right = has & (at.temperature <= 0) & (token == v.entry(tree.argmax, at.lane, end))
-        share, rises, mass = _judge(state, k_seq_rate, p.to(tl.float64), q, judged, right, K_SEQ)
-        goes = _float_entry(tree.uniforms, at.lane, candidate) < share
-        if BOTTOM_UP:
-            # Nothing hangs on a leaf, which is judged at once.
-            leaf = (v.entry(tree.children, at.lane, candidate) < 0) | (depth + 1 >= DEPTH)
-            goes = (share > 0) & ((leaf == 0) | goes)
-            misses = judged  # a child that is entered has been rejected by the time the traversal returns to its parent
-        else:
-            misses = judged & (goes == 0)
-        state, missed = _reject(state, missed, at.lane, candidate, q, rises, mass, misses, STATIC.WITHOUT_REPLACEMENT)
+        share, rises, mass = _judge(state, zero, p.to(tl.float64), q, judged, right, False)
+        # Nothing hangs on a leaf, which is judged at once.
+        leaf = (v.entry(tree.children, at.lane, candidate) < 0) | (depth + 1 >= DEPTH)
+        goes = (share > 0) & ((leaf == 0) | (_float_entry(tree.uniforms, at.lane, candidate) < share))
+        # A child that is entered has been rejected by the time the traversal returns to its parent.
+        state, missed = _reject(state, missed, at.lane, candidate, q, rises, mass, judged, factors_ptr is None)
         following = v.entry(tree.siblings, at.lane, tl.where(has, candidate, end))
-        stays = has
-        if BOTTOM_UP:
-            returns = leaves & (uniform >= state.weight)
-            stays = has | returns
-            parent = v.entry(tree.parents, at.lane, end)
-            saved = _with_state(saved, at.lane, end, state, goes)
-            state = _saved_state(saved, at.lane, parent, state, returns)
-            path = tl.where(returns[:, None] & (at.column == depth[:, None]), -1, path)
-            depth -= returns.to(tl.int32)
-            end = tl.where(returns, parent, end)
-            state = _entered_state(state, tl.where(goes, share, state.weight), goes)
-        else:
-            state = _entered_state(state, state.weight, goes)
-        depth += goes.to(tl.int32)
-        end = tl.where(goes, candidate, end)
+        returns = leaves & (uniform >= state.weight)
+        parent = v.entry(tree.parents, at.lane, end)
+        saved = _with_state(saved, at.lane, end, state, goes)
+        state = _saved_state(saved, at.lane, parent, state, returns)
+        state = _entered_state(state, tl.where(goes, share, state.weight), goes)
+        path = tl.where(returns[:, None] & (at.column == depth[:, None]), -1, path)
+        depth += goes.to(tl.int32) - returns.to(tl.int32)
+        end = tl.where(goes, candidate, tl.where(returns, parent, end))
         path = tl.where(goes[:, None] & (at.column == depth[:, None]), end[:, None], path)
         candidate = tl.where(goes, _first_child(tree, at.lane, end, depth, DEPTH), following)
         fresh = fresh | goes
-        going = going & stays
+        going = going & (has | returns)
         step += 1
     _store_end(inverse_rate_ptr, path_ptr, state_ptr, batch, at, end, path, state, NODES, DEPTH)
 
@@ -566,15 +617,16 @@ def judge_tree(
     if kinds and warps > 8:
         block_v //= 2  # sums by class take many registers
     block_b = d.rows_per_program(batch, config.max_requests, block_v)
+    bottom_up = rule in BOTTOM_UP_RULES
     static = _Static(
         NODES=num_nodes, DEPTH=max_depth, DRAFT_ROWS=of.draft.shape[1], VOCAB=vocab, PROBS=call.probabilities,
-        WORDS=num_words, RULE=rule, BOTTOM_UP=rule in BOTTOM_UP_RULES,
-        WITHOUT_REPLACEMENT=rule in WITHOUT_REPLACEMENT_RULES, BLOCK_B=block_b, BLOCK_N=lanes(num_nodes),
+        WORDS=num_words, RULE=rule, BOTTOM_UP=bottom_up, BLOCK_B=block_b, BLOCK_N=lanes(num_nodes),
         BLOCK_D=lanes(max_depth + 1), BLOCK_V=block_v,
     )  # fmt: skip
     launch(
-        _judge_tree_kernel, (splits, triton.cdiv(batch, block_b)), call.tokens, call.tree, of, origin, words, factors,
-        judged, path, state, batch, values.stride(0), splits, num_warps=warps, STATIC=static,
+        _bottom_up_kernel if bottom_up else _top_down_kernel, (splits, triton.cdiv(batch, block_b)), call.tokens,
+        call.tree, of, origin, words, *((factors,) if bottom_up else ()), judged, path, state, batch,
+        values.stride(0), splits, num_warps=warps, STATIC=static,
         **(dict(launch_cooperative_grid=True) if splits > 1 else {}),
     )  # fmt: skip
     return path, None if factors is None else factors[0]

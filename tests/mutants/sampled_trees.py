@@ -34,7 +34,7 @@ MUTANTS = (
         "from the leaves up, the walk goes back to a node and judges its other children with the weight of the first",
     ),
     _kernel("weight_before_the_children",
-            "asks = judged{{ | (leaves & (uniform < state.weight)) -> }}",
+            "settles = {{(judged | (leaves & (uniform < state.weight))) -> judged}} & (state.due > 0)",
             parity("verify", "traversal_far"),
             "from the leaves up, a node is judged as if the last of its children had not been rejected"),
     _rules("kept_child_counts_as_any_draw",

@@ -49,8 +49,8 @@ ALLOWED_SPILLS: dict[tuple[str, str], AllowedSpill] = {
         ("BLOCK_V=128 ",),
     ),
     ("_residual_kernel", "sm80"): _FEW_TOKENS,
-    ("_judge_tree_kernel", "sm80"): _FEW_TOKENS,
-    ("_judge_tree_kernel", "sm100"): _FEW_TOKENS,
+    ("_bottom_up_kernel", "sm80"): _FEW_TOKENS,
+    ("_bottom_up_kernel", "sm100"): _FEW_TOKENS,
 }
 
 
