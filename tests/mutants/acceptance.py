@@ -90,7 +90,8 @@ OTHERS = (
             ("tests/kernels/test_verify.py::test_one_draft_by_hand",),
             "a uniform of exactly zero accepts a draft that the target rules out"),
     _sampling("uniform_of_24_bits",
-              "return ((multiplied[0] {{<< 21) | (others[0] >> 12 << 1) | 1 -> >> 8) + 0.5}}).double() * 2.0**-{{53 -> 24}}",
+              "return ((multiplied[0] {{<< 21) | (others[0] >> 12 << 1) | 1 -> >> 8) + 0.5}}).double() * "
+              "2.0**-{{53 -> 24}}",
               ("tests/kernels/test_sampling.py::test_known_answer",),
               "a uniform of 24 bits is too coarse for the tokens of a large vocabulary"),
     _device("uniform_of_24_bits_in_the_kernel",
