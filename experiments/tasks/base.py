@@ -46,6 +46,7 @@ class Task:
     objective: ClassVar[str]  # key of the figure that stands for a run in the table of a sweep
 
     keeps_parts: ClassVar[bool] = True  # whether a resumed run takes over requests of a decoding that was not finished
+    shares_engines: ClassVar[bool] = False  # whether decodings that differ in requests alone have one engine
 
     folder: RunFolder  # the folder in which requests are recorded as they end; set before `measure` is called
     tracker: Tracker = Tracker()  # receives the speed of the run while it goes on
@@ -54,6 +55,8 @@ class Task:
     def __init__(self, plan: Plan, target: Target, console: Console) -> None:
         self.plan, self.target, self.console = plan, target, console
         self._order: list[tuple[str, str]] = []
+        self._engines: dict[str, Engine] = {}
+        self._served = plan.config.runtime  # the settings of `_engines`
 
     def measure(self) -> Sequence[Result]:
         """The results: the lines of the table."""
@@ -196,8 +199,20 @@ class Task:
         return decoded
 
     def engine_for(self, plan: Plan, target: Target, algo: Any, workload: Workload) -> Engine:
-        """An engine that serves `workload`, without anything that earlier requests have left."""
-        return decoding.engine_of(plan, target, decoding.make_algorithm(plan, target, algo), workload.max_length)
+        """An engine that serves `workload`, without anything that earlier requests have left. A shared one serves all
+        prompt sets, and captures its steps once; engines of other settings are given up for it."""
+        if not self.shares_engines:
+            return decoding.engine_of(plan, target, decoding.make_algorithm(plan, target, algo), workload.max_length)
+        if plan.config.runtime != self._served:
+            self._engines.clear()
+            self._served = plan.config.runtime
+        key = repr(algo)
+        if key not in self._engines:
+            longest = max(each.max_length for each in plan.workloads)
+            algorithm = decoding.make_algorithm(plan, target, algo)
+            self._engines[key] = decoding.engine_of(plan, target, algorithm, longest)
+        self._engines[key].reset()
+        return self._engines[key]
 
     def recorder(self, data: str, method: str, round_number: int = 0) -> Callable[[Completion], None]:
         """For a task that serves requests itself: a function that records each of them as it ends."""

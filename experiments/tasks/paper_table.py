@@ -8,12 +8,8 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from rich.console import Console
-
-from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from algorithms.frontend import SEED_STRIDE
-from algorithms.models.loading import Target
 from experiments.app.files import json_lines
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
@@ -24,7 +20,7 @@ from experiments.report.tables import Metric, Result, columns
 from experiments.report.templates import section
 from experiments.tasks import resumed
 from experiments.tasks.compare import Compare
-from experiments.tasks.decoding import AUTOREGRESSIVE, engine_of, make_algorithm
+from experiments.tasks.decoding import AUTOREGRESSIVE
 from experiments.tasks.throughput import at_concurrency
 
 SPEEDUP, TOKENS = Figure("speedup", unit="×"), Figure("tokens/step")
@@ -44,15 +40,11 @@ class PaperTable(Compare):
     """`task=compare` over temperatures, seeds and concurrencies."""
 
     keeps_parts = False  # a cell needs the times of all requests
+    shares_engines = True
     columns = columns(
         PaperResult, "temperature", "seed", "concurrency", "data", "method", "speedup_decode", "tokens_per_step",
         "acceptance_at", "wall_tokens_per_s", "lossless", "compiled", wide=("seed", "compiled"),
     )  # fmt: skip
-
-    def __init__(self, plan: Plan, target: Target, console: Console) -> None:
-        super().__init__(plan, target, console)
-        self._engines: dict[str, Engine] = {}
-        self._batch = plan.config.runtime.max_batch
 
     def measure(self) -> Sequence[Result]:
         task = self.plan.config.task
@@ -64,18 +56,6 @@ class PaperTable(Compare):
         for concurrency in task.concurrency:
             results += self._throughput(concurrency)
         return results
-
-    def engine_for(self, plan: Plan, target: Target, algo: Any, workload: Workload) -> Engine:
-        """One engine for each method, which captures its steps once for all prompt sets, temperatures and rounds."""
-        if plan.config.runtime.max_batch != self._batch:
-            self._engines.clear()
-            self._batch = plan.config.runtime.max_batch
-        key = repr(algo)
-        if key not in self._engines:
-            longest = max(each.max_length for each in self.plan.workloads)
-            self._engines[key] = engine_of(plan, target, make_algorithm(plan, target, algo), longest)
-        self._engines[key].reset()
-        return self._engines[key]
 
     def _compared(
         self,
