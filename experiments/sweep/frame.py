@@ -21,7 +21,7 @@ WHERE = ("machine", "revision")  # lines that differ here are compared with `mix
 CONDITIONS = (*WHERE, "device", "impl", "dtype", "task")
 METRICS = (
     "tokens_per_step", "request_tokens_per_s", "wall_tokens_per_s", "speedup_decode", "speedup_wall", "lossless",
-    "median_us",
+    "median_us", "parameters", "training_tokens", "heldout_loss",
 )  # fmt: skip
 """Figures of a table by default, as far as lines have them."""
 Line = dict[str, Any]

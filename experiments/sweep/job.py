@@ -49,6 +49,8 @@ def as_job(task: Task, program: Sequence[str]) -> Task:
         output = Path(HydraConfig.get().runtime.output_dir)
         folder = SweepFolder(output.parent)
         job = Job(folder, output.name, config.sweep.force)
+        if hasattr(config, "out_dir"):
+            config = replace(config, out_dir=str(output), resume=config.resume and not config.sweep.force)
         if not is_main_process():
             # Rank 0 owns the job and records it; it cannot end before the others have joined.
             return None if job.done else task(config, composed)
@@ -87,8 +89,11 @@ def _run_owned(task: Task, config: Any, composed: DictConfig, folder: SweepFolde
 
 
 def _resumed(config: Any, composed: DictConfig, job: Job) -> Any:
-    """`config`, set to resume the job if it was killed and can be resumed; otherwise its folder is removed."""
+    """`config`, set to resume the job if it was killed and can be resumed; otherwise its folder is removed. A training
+    goes on from its checkpoint by itself."""
     left = job.folder.path / job.id
+    if hasattr(config, "out_dir"):
+        return config
     if hasattr(config, "resume") and not job.force:
         try:
             if read_status(left).get("status") in UNFINISHED:
