@@ -20,6 +20,7 @@ from algorithms.checked import Between, Checked
 from algorithms.engine.settings import LARGEST_INT32
 from algorithms.models.experts.module import ExpertTensors
 from experiments.app.files import whole_file
+from experiments.app.hardware import chosen_device
 from experiments.training.parallel import Replicas, local_device
 
 CHECKPOINT = "checkpoint.pt"
@@ -63,15 +64,11 @@ class TrainSettings(Checked):
         if self.minutes is None and self.steps is None:
             raise ValueError("train.minutes, train.steps: expected one of them at least, got none")
         super().__post_init__()
-        if self.device == "auto":
-            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = chosen_device(self.device, "train.device")
         try:
-            kind = torch.device(self.device).type
+            self.device = local_device(str(torch.device(device)))
         except RuntimeError as error:
             raise ValueError(f"train.device: expected auto, cpu or cuda, got {self.device!r}") from error
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ValueError("train.device=cuda, but torch sees no CUDA device; use train.device=cpu")
-        self.device = local_device(self.device)
 
     @property
     def on_gpu(self) -> bool:
