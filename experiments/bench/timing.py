@@ -26,8 +26,9 @@ _FEWEST_REPEATS = 3
 _FEWEST_CALLS = 4  # of a graph, which share what starting a replay takes
 _WARM_UP_MS = 50.0
 
-Side = tuple[Callable[..., Any], Sequence[dict[str, Any]]]
-"""A function, and the arguments of its calls, one after the other."""
+Function = Callable[..., Any]
+Arguments = Sequence[dict[str, Any]]  # of calls, one after the other
+Side = tuple[Function, Arguments]
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ def cold_copies(inputs: dict[str, Any], device: torch.device) -> list[dict[str, 
     return [inputs, *(deepcopy(inputs) for _ in range(copies - 1))]
 
 
-def time_function(
-    function: Callable[..., Any], arguments: Sequence[dict[str, Any]], device: torch.device, limits: Limits
-) -> Timing:
+def time_function(function: Function, arguments: Arguments, device: torch.device, limits: Limits) -> Timing:
     """Device time of `function(**a)` for each of `arguments`, in a graph on a GPU and by the clock elsewhere. On a GPU
     the function must not read back from the device."""
     return time_interleaved([(function, arguments)], device, limits)[0]
@@ -99,9 +98,7 @@ def time_interleaved(sides: Sequence[Side], device: torch.device, limits: Limits
     return [_summary(of_side[limits.warmup :], "perf_counter", "not controlled") for of_side in samples]
 
 
-def time_calls(
-    function: Callable[..., Any], arguments: Sequence[dict[str, Any]], device: torch.device, limits: Limits
-) -> Timing:
+def time_calls(function: Function, arguments: Arguments, device: torch.device, limits: Limits) -> Timing:
     """As `time_function`, but of calls as they are made from Python: launches are part of the time."""
     if device.type != "cuda":
         return time_function(function, arguments, device, limits)
@@ -148,9 +145,7 @@ def _replay_ms(sides: Sequence[Side], limits: Limits) -> list[list[float]]:
     return [[each / count for each in times[index :: len(graphs)]] for index, count in enumerate(counts)]
 
 
-def _captured(
-    function: Callable[..., Any], arguments: Sequence[dict[str, Any]]
-) -> tuple[torch.cuda.CUDAGraph, int, list[Any]]:
+def _captured(function: Function, arguments: Arguments) -> tuple[torch.cuda.CUDAGraph, int, list[Any]]:
     """A graph with calls of `function` over `arguments` one after the other, their number, and their results."""
     torch.cuda.synchronize()  # the copies of the inputs are made on another stream
     aside = torch.cuda.Stream()
@@ -176,7 +171,7 @@ def back_to_back_ms(call: Callable[[], object], warmup: int, repeats: int) -> li
     return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
 
 
-def _cache_state(arguments: Sequence[dict[str, Any]], device: torch.device) -> str:
+def _cache_state(arguments: Arguments, device: torch.device) -> str:
     """Whether a round over the arguments pushes each of them out of the L2 cache before its next turn."""
     held, cache = sum(bytes_in(each) for each in arguments), torch.cuda.get_device_properties(device).L2_cache_size
     state = "cold" if held > cache else "warm"

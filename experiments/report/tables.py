@@ -42,7 +42,8 @@ class Column:
 class Metric:
     """The meaning of a key of a result, and how a table shows it; see above. A cell is `scale` times the value with
     `digits` and `unit`, and with the half-width of its 95 % interval where the result has the key `<key>_interval`. Of
-    nested figures it shows the `parts`. `show` replaces that. A metric without a `title` is in no table.
+    nested figures it shows the `parts`, such as `p50/p90`. `show` replaces that. A metric without a `title` is in no
+    table.
     """
 
     help: str
@@ -50,14 +51,14 @@ class Metric:
     digits: int = 1
     unit: str = ""
     scale: float = 1
-    parts: tuple[str, ...] = ()
+    parts: str = ""
     show: Callable[[Result], str] | None = None
     tone: Callable[[Result], str | None] = lambda result: None
 
     def column(self, path: str, numeric: bool) -> Column:
         def figures(result: Result) -> str:
             if self.parts:
-                values = [at(result, f"{path}/{part}") for part in self.parts]
+                values = [at(result, f"{path}/{part}") for part in self.parts.split("/")]
                 return DASH if None in values else "/".join(figure(each, self.digits) for each in values)
             value, interval = at(result, path), at(result, f"{path}_interval")
             if value is None or isinstance(value, str):
