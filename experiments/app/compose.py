@@ -67,9 +67,7 @@ def register() -> None:
     with user_errors(ValueError):
         groups = option_schemas()
         # Hydra overrides the keys that are there: `model.drafts.eagle3=…` needs no `+` where the key is.
-        drafters: dict[str, str | None] = {
-            name: None for name, algorithm in available().items() if algorithm.needs_draft_model
-        }
+        drafters: dict[str, str | None] = {name: None for name, kind in available().items() if kind.needs_draft_model}
     sampling: DictConfig = OmegaConf.structured(SamplingParams)
     OmegaConf.set_struct(sampling.logit_bias, False)  # new entries need no `+` either
     fixed: dict[tuple[str, str], Any] = {

@@ -4,7 +4,6 @@ The folder says what was typed, from where and at which revision. The same words
 be the configuration of the folder; then the run goes on with the requests that had not ended.
 """
 
-import json
 import os
 import shlex
 import socket
@@ -17,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from experiments.app.errors import UserError
-from experiments.app.files import locked
+from experiments.app.files import locked, read_object
 from experiments.app.provenance import git_revision
 from experiments.report.tables import flatten
 
@@ -27,16 +26,11 @@ ALIVE_S = 60.0  # a run on another machine whose heartbeat is younger than this 
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """status.json of a run folder. Raises UserError where there is none."""
-    if not (folder / STATUS).is_file():
-        why = f"which has no {STATUS}" if folder.exists() else "which does not exist"
+    """status.json of a run folder. Raises UserError where there is none that can be read."""
+    found = read_object(folder / STATUS)
+    if found is None:
+        why = f"which has no {STATUS} that can be read" if folder.exists() else "which does not exist"
         raise UserError(f"{RESUME}: expected the folder of a run, such as outputs/NAME/TIME; got {folder}, {why}")
-    try:
-        found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{RESUME}={folder}: {STATUS} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{RESUME}={folder}: {STATUS} holds no object")
     return found
 
 

@@ -34,9 +34,7 @@ def read(folders: Sequence[SweepFolder], mix: bool = False) -> tuple[list[Line],
     found: list[Line] = []
     for folder in folders:
         if not (records := folder.records()):
-            raise UserError(
-                f"{folder.path} is no sweep, which python run.py -m sweep=NAME … makes: no jobs/*.json in it"
-            )
+            raise UserError(f"{folder.path} is no sweep, which python run.py -m sweep=NAME makes: no jobs/*.json in it")
         for record in records:
             found += _lines(folder, record, keys)
     lines = _once(found)
@@ -125,9 +123,7 @@ def numbers(lines: Sequence[Line], *columns: str) -> list[Line]:
 def numeric(lines: Sequence[Line], keys: Sequence[str]) -> list[str]:
     """The `keys` whose values are at least two different numbers."""
     measured = {key: [line for line in lines if line.get(key) is not None] for key in keys}
-    return [
-        key for key, kept in measured.items() if len(distinct(kept, key)) > 1 and len(numbers(kept, key)) == len(kept)
-    ]
+    return [key for key, kept in measured.items() if len(distinct(kept, key)) > 1 and numbers(kept, key) == kept]
 
 
 def chosen_metrics(lines: Sequence[Line], asked: Sequence[str]) -> list[str]:

@@ -99,15 +99,16 @@ class PaperTable(Compare):
 
     def files(self, results: Sequence[Result], conditions: Mapping[str, Any]) -> dict[str, Any]:
         tables = paper_tables(results)
-        texts = {f"{name}.md": markdown(pivots) for name, pivots in tables.items()}
-        texts |= {f"{name}.csv": csv_text(pivots) for name, pivots in tables.items()}
         model = self.plan.model_label
         captions = {
             "table": f"Speedup over autoregressive decoding and tokens per step, {model}.",
             "acceptance": f"Share of drafts that are accepted if all before them are, by position, {model}.",
             "throughput": f"Output tokens per second by number of concurrent requests, {model}.",
         }
-        texts |= {f"{name}.tex": latex(pivots, captions[name], f"tab:{name}") for name, pivots in tables.items()}
+        texts = {}
+        for name, pivots in tables.items():
+            texts[f"{name}.md"], texts[f"{name}.csv"] = markdown(pivots), csv_text(pivots)
+            texts[f"{name}.tex"] = latex(pivots, captions[name], f"tab:{name}")
         lines = json_lines({**conditions, **result} for result in results)
         return {**texts, **figures(tables), f"{self.plan.config.task.name}.jsonl": lines}
 
@@ -156,13 +157,9 @@ def figures(tables: Mapping[str, Sequence[Pivot]]) -> dict[str, bytes]:
             plot = drawing.add_subplot(1, len(pivots), place + 1, title=pivot.title, xlabel=axes)
             plot.set_ylabel(pivot.figures[0].name)
             for row in pivot.rows:
-                points = [
-                    (column, pivot.cells[row, column][0]) for column in pivot.columns if (row, column) in pivot.cells
-                ]
-                halves = [estimate.half or 0.0 for _, estimate in points]
-                plot.errorbar(
-                    [name for name, _ in points], [each.value for _, each in points], halves, label=row, capsize=2
-                )
+                points = {column: cell[0] for (name, column), cell in pivot.cells.items() if name == row}
+                values, halves = zip(*((each.value, each.half or 0.0) for each in points.values()), strict=True)
+                plot.errorbar(list(points), values, halves, label=row, capsize=2)
             plot.legend(fontsize=7)
         content = io.BytesIO()
         drawing.savefig(content, format="pdf", metadata={"CreationDate": None})

@@ -74,11 +74,9 @@ def at_concurrency(plan: Plan, workload: Workload, concurrency: int) -> tuple[Pl
 
 def repeated(requests: Sequence[Request], count: int) -> list[Request]:
     """`count` requests: the prompts again and again, each time with another seed."""
-    rounds = [(turn, request) for turn in range(-(-count // len(requests))) for request in requests][:count]
-    return [
-        replace(r.with_sampling(seed=r.sampling.seed + turn * len(requests)), id=i)
-        for i, (turn, r) in enumerate(rounds)
-    ]
+    distinct = len(requests)
+    chosen = [(i, i - i % distinct, requests[i % distinct]) for i in range(count)]
+    return [replace(r.with_sampling(seed=r.sampling.seed + before), id=i) for i, before, r in chosen]
 
 
 def inter_token_ms(completions: Sequence[Completion]) -> list[float]:
