@@ -33,7 +33,7 @@ from experiments.sweep.main import main as sweep_main
 from experiments.training.export import SUMMARY_FILE, export_weights, plot_curve, write_json
 from experiments.training.loop import CHECKPOINT, Trainer
 from experiments.training.objectives import SCHEMAS
-from experiments.training.objectives.base import Objective, TrainingConfig
+from experiments.training.objectives.base import TrainingConfig
 from experiments.training.parallel import Replicas
 
 for _name, _schema in SCHEMAS.items():
@@ -51,17 +51,17 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     torch.manual_seed(config.train.seed)
     replicas = Replicas.join(config.train.device)
     objective = config.build(replicas)
-    parts = objective.loss, objective.held_out, objective.score
-    trainer = Trainer(objective.model, config.train, folder, *parts, replicas)
+    trainer = Trainer(objective, config.train, folder, replicas)
     if config.resume:
         trainer.resume()
     trainer.run()
-    return export(trainer, objective) if replicas.is_first else {}
+    return export(trainer) if replicas.is_first else {}
 
 
-def export(trainer: Trainer, objective: Objective) -> dict[str, Any]:
+def export(trainer: Trainer) -> dict[str, Any]:
     """Write and measure the best model of the run; returns the summary."""
-    folder, device, best = trainer.folder, trainer.settings.device, trainer.restore_best()
+    objective, folder, device = trainer.objective, trainer.folder, trainer.settings.device
+    best = trainer.restore_best()
     objective.model.eval()
     # The weights come first: a failed measurement must not cost them.
     export_weights(objective.weights(), objective.hf_config(), folder)

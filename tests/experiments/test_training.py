@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -442,6 +443,12 @@ def test_drafters_of_a_sweep_learn_from_the_same_tokens(
     assert (folder.path / records[0].id / "training.jsonl").read_text() == rows
 
 
+def _objective(model: torch.nn.Module, scale: float = 1.0, **parts: Any) -> Any:
+    """An objective that pulls the model to zero, or as `parts` say."""
+    loss = lambda number, progress: (scale * model(torch.ones(1)).sum(), 1)  # noqa: E731
+    return SimpleNamespace(**{"model": model, "loss": loss, "held_out": dict, "score": lambda found: None, **parts})
+
+
 def test_best_model_is_what_is_exported(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     figures = iter([{"miss": 3.0}, {"miss": 1.0}, {"miss": 2.0}])
@@ -452,17 +459,14 @@ def test_best_model_is_what_is_exported(tmp_path: Path) -> None:
         return next(figures)
 
     settings = _settings(steps=3, eval_every_steps=1)
-    parts = lambda number, progress: (model(torch.ones(1)).sum(), 1), evaluate, lambda found: found["miss"]  # noqa: E731
-    trainer = Trainer(model, settings, tmp_path, *parts)
+    objective = _objective(model, held_out=evaluate, score=lambda found: found["miss"])
+    trainer = Trainer(objective, settings, tmp_path)
     trainer.run()
     assert trainer.restore_best() == 2 and float(model.weight.detach()) == seen[1] != seen[2]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
-    model = torch.nn.Linear(1, 1)
-    trainer = Trainer(
-        model, _settings(), tmp_path, lambda number, progress: (model(torch.ones(1)).sum() * torch.nan, 1), dict
-    )
+    trainer = Trainer(_objective(torch.nn.Linear(1, 1), torch.nan), _settings(), tmp_path)
     with pytest.raises(ValueError, match="the loss of steps 1 to 1 is not finite"):
         trainer.run()
 
@@ -513,8 +517,7 @@ def _train_in_two_parts(patch: pytest.MonkeyPatch, config: Any) -> None:
 
     def interrupted(trainer: Trainer) -> None:
         run(trainer, trainer.settings.steps // 2)
-        parts = trainer.model, trainer.settings, trainer.folder, trainer.loss_of, trainer.evaluate, trainer.score
-        continued = Trainer(*parts)
+        continued = Trainer(trainer.objective, trainer.settings, trainer.folder)
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.zero_()  # only the checkpoint can bring the weights back
@@ -790,10 +793,9 @@ def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
         ({"device": "gpu0"}, "train.device: expected auto, cpu or cuda, got 'gpu0'"),
     ],
 )
-def test_settings_out_of_range_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    model = torch.nn.Linear(2, 2)
+def test_settings_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Trainer(model, _settings(**changes), tmp_path, lambda step, progress: (torch.zeros(()), 1), dict)
+        _settings(**changes)
 
 
 @pytest.mark.parametrize("name", list(SCHEMAS))
