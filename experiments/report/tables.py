@@ -13,7 +13,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints, is_typeddict
 
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.table import Table as RichTable
@@ -23,6 +23,7 @@ from experiments.app.files import to_json
 from experiments.report.templates import html
 
 Result = Mapping[str, Any]  # one line of a table. The tasks declare their keys.
+R = TypeVar("R", bound=Result)
 DASH = "–"
 
 
@@ -110,6 +111,14 @@ def at(result: Result, path: str) -> Any:
     found: Any = result
     for key in path.split("/"):
         found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def grouped(results: Sequence[R], keys: Sequence[str]) -> dict[tuple[Any, ...], list[R]]:
+    """The results by their values of `keys`, in the order of the results."""
+    found: dict[tuple[Any, ...], list[R]] = {}
+    for result in results:
+        found.setdefault(tuple(result.get(key) for key in keys), []).append(result)
     return found
 
 

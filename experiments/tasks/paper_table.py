@@ -5,7 +5,7 @@ requests with the same seeds; at temperature 0 all seeds are one. Throughput is 
 """
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from algorithms.engine.request import Request
@@ -16,7 +16,7 @@ from experiments.app.workload import Workload
 from experiments.report.intervals import wilson
 from experiments.report.metrics import MethodResult
 from experiments.report.pivot import Estimate, Figure, Pivot, csv_text, html, latex, markdown, over_seeds, with_average
-from experiments.report.tables import Metric, Result, columns
+from experiments.report.tables import Metric, Result, columns, grouped
 from experiments.report.templates import section
 from experiments.tasks import resumed
 from experiments.tasks.compare import Compare
@@ -125,19 +125,18 @@ def paper_tables(results: Sequence[Result]) -> dict[str, list[Pivot]]:
     alone = [result for result in results if result["concurrency"] is None]
     served = [result for result in results if result["concurrency"] is not None]
     tables: dict[str, list[Pivot]] = {"table": [], "acceptance": []}
-    for temperature in dict.fromkeys(result["temperature"] for result in alone):
-        here = [result for result in alone if result["temperature"] == temperature]
+    for (temperature,), here in grouped(alone, ["temperature"]).items():
         cells = {
             key: [_estimate(group, "speedup_decode"), _estimate(group, "tokens_per_step")]
-            for key, group in _grouped(here, "data").items()
+            for key, group in grouped(here, ["method", "data"]).items()
             if all(each["speedup_decode"] is not None and each["tokens_per_step"] is not None for each in group)
         }
         title = f"Temperature {temperature:g}"
         tables["table"].append(with_average(Pivot(title, (SPEEDUP, TOKENS), cells)))
         tables["acceptance"].append(Pivot(title, (ACCEPTANCE,), _by_position(here)))
     if served:
-        groups = _grouped([result for result in served if result["wall_tokens_per_s"]], "concurrency")
-        rates = {key: [_estimate(group, "wall_tokens_per_s")] for key, group in groups.items()}
+        groups = grouped([result for result in served if result["wall_tokens_per_s"]], ["method", "concurrency"])
+        rates = {(method, str(at)): [_estimate(each, "wall_tokens_per_s")] for (method, at), each in groups.items()}
         tables["throughput"] = [Pivot("Tokens/s by concurrent requests", (RATE,), rates)]
     return tables
 
@@ -167,17 +166,10 @@ def figures(tables: Mapping[str, Sequence[Pivot]]) -> dict[str, bytes]:
     return drawn
 
 
-def _grouped(results: Iterable[Result], across: str) -> dict[tuple[str, str], list[Result]]:
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault((result["method"], str(result[across])), []).append(result)
-    return groups
-
-
 def _by_position(results: Sequence[Result]) -> dict[tuple[str, str], list[Estimate]]:
     """Acceptance in percent at each position, over all prompt sets and seeds together."""
     cells = {}
-    for (method, _), group in _grouped([{**result, "all": ""} for result in results], "all").items():
+    for (method,), group in grouped(results, ["method"]).items():
         counts = [result["acceptance"] for result in group]
         for place in range(POSITIONS):
             accepted, rejected = (

@@ -15,7 +15,7 @@ from experiments.app.plan import Plan
 from experiments.app.workload import Workload
 from experiments.report.metrics import THROUGHPUT, ThroughputResult
 from experiments.report.summarize import quantiles
-from experiments.report.tables import Result
+from experiments.report.tables import Result, grouped
 from experiments.report.templates import Series, chart, section
 from experiments.tasks.base import Task
 
@@ -56,11 +56,8 @@ class Throughput(Task):
         return found
 
     def sections(self, results: Sequence[Result]) -> list[str]:
-        points: dict[str, list[tuple[float, float]]] = {}
-        for result in results:
-            rate = result["wall_tokens_per_s"] or 0.0
-            points.setdefault(result["method"], []).append((float(result["concurrency"]), rate))
-        series = [Series(method, of_method) for method, of_method in points.items()]
+        points = lambda lines: [(float(each["concurrency"]), each["wall_tokens_per_s"] or 0.0) for each in lines]  # noqa: E731
+        series = [Series(method, points(lines)) for (method,), lines in grouped(results, ["method"]).items()]
         drawn = chart(series, "wall tokens per second", ("requests at a time", "wall tokens/s"))
         return [section("Tokens per second", drawn)]
 
