@@ -29,12 +29,13 @@ from algorithms.checked import Between, Checked
 from experiments.app.errors import user_errors
 from experiments.app.files import JsonLog, to_json, write_whole
 from experiments.app.hardware import INTERPRET, INTERPRETER, chosen_device
+from experiments.app.provenance import measured_on
 from experiments.app.schema import SweepConfig
 from experiments.bench.measure_case import DTYPES, FAILED, NOT_RUN, OK, Bench, case_columns, measure
 from experiments.bench.peers import PEERS
 from experiments.bench.roofline import measure_ceilings
 from experiments.bench.selection import chosen_cases, named
-from experiments.bench.timing import Limits, provenance
+from experiments.bench.timing import Limits
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
 from experiments.report.run_folder import SUMMARY
@@ -81,7 +82,7 @@ def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
     cases = chosen_cases(named("family", config.family, FAMILIES), config.shapes, device.type == "cuda")
     ceilings = measure_ceilings(device)
     found = asdict(ceilings) if ceilings is not None else None
-    context = provenance(device.type) | dict(device=device.type, config=asdict(config), ceilings=found)
+    context = {**measured_on(device.type), "device": device.type, "config": asdict(config), "ceilings": found}
     bench = Bench(
         device=device,
         dtype=DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"],
@@ -100,8 +101,8 @@ def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
     _present(results, bench, context["machine"], folder, console)
     agreed = all(result["status"] in (OK, NOT_RUN) for result in results)
     if agreed:
-        own = {"name": "kernel_bench", "task": "kernel_bench", "revision": context["git_revision"]}
-        own["impl"] = "triton" if device.type == "cuda" else INTERPRETER
+        impl = "triton" if device.type == "cuda" else INTERPRETER
+        own = {"name": "kernel_bench", "task": "kernel_bench", "impl": impl}
         write_whole(folder / SUMMARY, to_json({**own, **context, "rows": results}) + "\n")
     return agreed
 

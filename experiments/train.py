@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from experiments.app.cli import HELP
 from experiments.app.errors import UserError, disk_is_full, user_errors
 from experiments.app.files import to_json, write_whole
-from experiments.app.provenance import git_revision, machine
+from experiments.app.provenance import measured_on
 from experiments.report.run_folder import SUMMARY
 from experiments.sweep.main import main as sweep_main
 from experiments.training.export import SUMMARY_FILE, export_weights, plot_curve, write_json
@@ -108,7 +108,7 @@ def results_of(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
 def write_job(config: TrainingConfig, summary: Mapping[str, Any]) -> float | None:
     """Mark the job of a sweep as done, by the file that `experiments.collect` reads. Returns its tokens per step."""
     results, settings = results_of(summary), config.train
-    where = {"machine": machine("cuda" if settings.on_gpu else "cpu"), "revision": git_revision()}
+    where = measured_on("cuda" if settings.on_gpu else "cpu")
     about = {"name": "train", "task": "train", "objective": "tokens_per_step", "device": settings.device}
     write_whole(Path(config.out_dir) / SUMMARY, to_json({**about, **where, "rows": results}) + "\n")
     tokens = [result["tokens_per_step"] for result in results if "tokens_per_step" in result]

@@ -10,13 +10,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from experiments.app.errors import UserError
 from experiments.app.files import locked, read_object
+from experiments.app.identity import what_matters
 from experiments.app.provenance import git_revision
 from experiments.report.tables import flatten
 
@@ -78,14 +79,9 @@ def is_running(folder: Path, status: Mapping[str, Any]) -> bool:
 
 def check_unchanged(folder: Path, composed: DictConfig, forced: bool) -> None:
     """Raise UserError, unless `forced`, where configuration or revision differ from the run in `folder`."""
-    now, then = (
-        flatten(cast(Any, OmegaConf.to_container(each, resolve=True)), by=".") for each in (composed, _stored(folder))
-    )
-    changes = [
-        f"{key}: {then.get(key)} in the run, {now.get(key)} now"
-        for key in dict.fromkeys([*then, *now])
-        if then.get(key) != now.get(key) and key not in (RESUME, FORCE)
-    ]
+    now, then = (flatten(what_matters(each), by=".") for each in (composed, _stored(folder)))
+    differing = [key for key in dict.fromkeys([*then, *now]) if then.get(key) != now.get(key)]
+    changes = [f"{key}: {then.get(key)} in the run, {now.get(key)} now" for key in differing]
     before, revision = read_status(folder).get("revision"), git_revision()
     changes += [f"revision: {before} in the run, {revision} now"] if before != revision else []
     if changes and not forced:

@@ -8,7 +8,6 @@ one replay of each after the other. `time_calls` times calls as a program makes 
 use `time.perf_counter`. All warm up first, are bounded in time, and report the median with the 20 % and 80 % quantiles.
 """
 
-import platform
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.app.provenance import git_revision, machine, versions
 from specdec_kernels.parity import bytes_in
 
 _MAX_COPIES = 256
@@ -58,11 +56,6 @@ class Timing:
     repeats: int
     clock: str
     cache: str
-
-
-def provenance(device: str) -> dict[str, Any]:
-    """The conditions of a number, arguments aside: machine, versions, revision (`-dirty` with changes)."""
-    return dict(machine=machine(device), platform=platform.platform(), versions=versions(), git_revision=git_revision())
 
 
 def cold_copies(inputs: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:

@@ -92,10 +92,6 @@ class Task:
         """The result with the largest objective; of equal ones the last."""
         return max(reversed(results), key=lambda result: result.get(self.objective) or 0.0)
 
-    def value(self, results: Sequence[Result]) -> float:
-        """The figure of the run in the table of a sweep."""
-        return float(self.best(results).get(self.objective) or 0.0)
-
     def headline(self, results: Sequence[Result]) -> list[Card]:
         """Figures at the top of the page."""
         return []

@@ -20,7 +20,7 @@ from algorithms.step.runner import GraphReport
 from experiments.app.files import locked, read_object, to_json, write_whole
 from experiments.app.identity import digest
 from experiments.app.plan import Plan
-from experiments.app.provenance import git_revision, machine, versions
+from experiments.app.provenance import measured_on
 from experiments.app.workload import Conversations, Workload
 from experiments.report.run_folder import RunFolder
 from experiments.tasks.decoding import Decoded
@@ -134,7 +134,7 @@ class BaselineStore:
         config, hardware = plan.config, plan.hardware
         what = [list(conversations.first), list(conversations.prompts), workload.max_length]
         how = [str(plan.target.path), asdict(hardware), asdict(config.runtime), asdict(config.backend), plan.graph]
-        name = digest([what, how, machine(hardware.device), git_revision(), versions()])
+        name = digest([what, how, measured_on(hardware.device)])
         self._used[name] += 1
         path = self._folder / f"{name}-{self._used[name]}.json"
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -56,8 +56,10 @@ class Throughput(Task):
         return found
 
     def sections(self, results: Sequence[Result]) -> list[str]:
-        points = lambda lines: [(float(each["concurrency"]), each["wall_tokens_per_s"] or 0.0) for each in lines]  # noqa: E731
-        series = [Series(method, points(lines)) for (method,), lines in grouped(results, ["method"]).items()]
+        series = [
+            Series(method, [(float(each["concurrency"]), each["wall_tokens_per_s"] or 0.0) for each in lines])
+            for (method,), lines in grouped(results, ["method"]).items()
+        ]
         drawn = chart(series, "wall tokens per second", ("requests at a time", "wall tokens/s"))
         return [section("Tokens per second", drawn)]
 

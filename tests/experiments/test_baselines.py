@@ -14,10 +14,10 @@ from algorithms.engine.session import Generation
 from algorithms.engine.settings import RuntimeSettings
 from algorithms.step.runner import GraphReport
 from algorithms.step.sampling_params import SamplingParams
+from experiments.app import provenance
 from experiments.app.hardware import Hardware
 from experiments.app.workload import Conversations
 from experiments.data.prompts import Prompt
-from experiments.tasks import resumed
 from experiments.tasks.decoding import Decoded
 from experiments.tasks.resumed import BaselineStore
 
@@ -68,7 +68,7 @@ def test_what_would_decode_otherwise_is_not_shared(
     others = {"prompt": replace(REQUEST, prompt_ids=(1, 2)), "seed": REQUEST.with_sampling(seed=5)}
     request, other = others.get(change, REQUEST), plan(**({"max_batch": 2} if change == "batch" else {}))
     if change in ("revision", "machine"):
-        monkeypatch.setattr(resumed, {"revision": "git_revision"}.get(change, change), lambda *_: "other")
+        monkeypatch.setattr(provenance, {"revision": "git_revision"}.get(change, change), lambda *_: "other")
     if change == "target":
         other.target = SimpleNamespace(path="another target")
     talks = Conversations([Prompt("a")] if change == "turns" else (), [request], TOKENIZER)
