@@ -109,9 +109,10 @@ def _groups(keys: Sequence[str]) -> list[str]:
 
 def _expect_columns(lines: Sequence[Line], names: Sequence[str]) -> None:
     known = dict.fromkeys(name for line in lines for name in line)
+    figures_first = sorted(known, key=lambda name: not numbers(lines, name))
     for name in names:
         if name not in known:
-            raise UserError(unknown_key_message(name, list(known), {}))
+            raise UserError(unknown_key_message(name, figures_first, {}))
 
 
 def columns_of(lines: Sequence[Line], keys: Sequence[str], metrics: Sequence[str]) -> list[Column]:

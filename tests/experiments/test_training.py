@@ -443,7 +443,7 @@ def test_drafters_of_a_sweep_learn_from_the_same_tokens(
     assert (folder.path / records[0].id / "training.jsonl").read_text() == rows
 
 
-def _objective(model: torch.nn.Module, scale: float = 1.0, **parts: Any) -> Any:
+def _toy_objective(model: torch.nn.Module, scale: float = 1.0, **parts: Any) -> Any:
     """An objective that pulls the model to zero, or as `parts` say."""
     loss = lambda number, progress: (scale * model(torch.ones(1)).sum(), 1)  # noqa: E731
     return SimpleNamespace(**{"model": model, "loss": loss, "held_out": dict, "score": lambda found: None, **parts})
@@ -459,14 +459,14 @@ def test_best_model_is_what_is_exported(tmp_path: Path) -> None:
         return next(figures)
 
     settings = _settings(steps=3, eval_every_steps=1)
-    objective = _objective(model, held_out=evaluate, score=lambda found: found["miss"])
+    objective = _toy_objective(model, held_out=evaluate, score=lambda found: found["miss"])
     trainer = Trainer(objective, settings, tmp_path)
     trainer.run()
     assert trainer.restore_best() == 2 and float(model.weight.detach()) == seen[1] != seen[2]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
-    trainer = Trainer(_objective(torch.nn.Linear(1, 1), torch.nan), _settings(), tmp_path)
+    trainer = Trainer(_toy_objective(torch.nn.Linear(1, 1), torch.nan), _settings(), tmp_path)
     with pytest.raises(ValueError, match="the loss of steps 1 to 1 is not finite"):
         trainer.run()
 
