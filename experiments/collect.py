@@ -25,11 +25,11 @@ from experiments.app.files import json_lines, write_whole
 from experiments.app.provenance import short_revision
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
-from experiments.report.tables import DASH, Column, console_table, csv_text, html_table, markdown, words
+from experiments.report.tables import DASH, Column, console_table, csv_text, grouped, html_table, markdown, words
 from experiments.report.templates import Series, chart, html, section
 from experiments.sweep import frame
 from experiments.sweep.folder import DONE, STATE, SweepFolder
-from experiments.sweep.frame import WHERE, Line, distinct, grouped, numbers
+from experiments.sweep.frame import METRICS, WHERE, Line, distinct, numbers
 
 MOST_DRAWN = 10  # lines of a figure
 OWN = ("report", "best")  # keys of a line for the page alone
@@ -72,9 +72,10 @@ def collect(folders: Sequence[SweepFolder], settings: Settings) -> None:
         lines = [line for line in lines if str(line.get(key)) == value]
     if not lines:
         raise UserError(f"where={settings.where}: no job is left")
-    metrics = frame.chosen_metrics(lines, [name for name in settings.metrics.split(",") if name])
+    asked = [name for name in settings.metrics.split(",") if name]
+    metrics = asked or [name for name in METRICS if any(line.get(name) is not None for line in lines)]
     group = [key for key in settings.group.split(",") if key] or _groups(keys)
-    _expect_columns(lines, [*group, *filter(None, [settings.x])])
+    _expect_columns(lines, [*asked, *group, *filter(None, [settings.x])])
     for line in frame.best_lines(lines, group, metrics[0]) if metrics else ():
         line["best"] = "best"
     best = f"Best {words(metrics[0])}" + (f" for each {', '.join(group)}" if group else "") if metrics else ""
@@ -108,9 +109,10 @@ def _groups(keys: Sequence[str]) -> list[str]:
 
 def _expect_columns(lines: Sequence[Line], names: Sequence[str]) -> None:
     known = dict.fromkeys(name for line in lines for name in line)
+    figures_first = sorted(known, key=lambda name: not numbers(lines, name))
     for name in names:
         if name not in known:
-            raise UserError(unknown_key_message(name, list(known), {}))
+            raise UserError(unknown_key_message(name, figures_first, {}))
 
 
 def columns_of(lines: Sequence[Line], keys: Sequence[str], metrics: Sequence[str]) -> list[Column]:

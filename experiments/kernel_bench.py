@@ -10,7 +10,6 @@ a GPU one small case per family runs in Triton's interpreter, which shows that t
 a GPU.
 """
 
-import json
 import os
 import sys
 import time
@@ -28,14 +27,15 @@ from rich.console import Console
 
 from algorithms.checked import Between, Checked
 from experiments.app.errors import user_errors
-from experiments.app.files import to_json, write_whole
-from experiments.app.hardware import INTERPRETER
+from experiments.app.files import JsonLog, to_json, write_whole
+from experiments.app.hardware import INTERPRET, INTERPRETER, chosen_device
+from experiments.app.provenance import measured_on
 from experiments.app.schema import SweepConfig
 from experiments.bench.measure_case import DTYPES, FAILED, NOT_RUN, OK, Bench, case_columns, measure
 from experiments.bench.peers import PEERS
 from experiments.bench.roofline import measure_ceilings
 from experiments.bench.selection import chosen_cases, named
-from experiments.bench.timing import Limits, provenance
+from experiments.bench.timing import Limits
 from experiments.report.checks import NOT_A_GPU
 from experiments.report.console import plain_console
 from experiments.report.run_folder import SUMMARY
@@ -68,28 +68,21 @@ class KernelBenchConfig(Checked):
         named("family", self.family, FAMILIES)
         named("peers", self.peers, tuple(PEERS))
         super().__post_init__()
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device=cuda: torch sees no CUDA device; use device=cpu")
+        self.device = chosen_device(self.device, "device")
 
 
 ConfigStore.instance().store(name="kernel_bench_schema", node=KernelBenchConfig)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device; on a CPU also switches Triton to its interpreter, which works only before Triton is imported."""
-    device = torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-    if device.type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    return device
-
-
 def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
     """Measure, print and write; returns whether every kernel ran and agreed with its reference."""
-    device = choose_device(config.device)
+    device = torch.device(config.device)
+    if device.type == "cpu":
+        os.environ.setdefault(INTERPRET, "1")  # works only before Triton is imported
     cases = chosen_cases(named("family", config.family, FAMILIES), config.shapes, device.type == "cuda")
     ceilings = measure_ceilings(device)
     found = asdict(ceilings) if ceilings is not None else None
-    context = provenance(device.type) | dict(device=device.type, config=asdict(config), ceilings=found)
+    context = {**measured_on(device.type), "device": device.type, "config": asdict(config), "ceilings": found}
     bench = Bench(
         device=device,
         dtype=DTYPES[config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"],
@@ -100,17 +93,16 @@ def run(config: KernelBenchConfig, folder: Path, console: Console) -> bool:
         tuning=dict(config.tuning),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    results = []
-    with (folder / "results.jsonl").open("w", encoding="utf-8") as file:
-        for result in _results(cases, bench, config.budget_s, console):
-            results.append(result)
-            file.write(json.dumps(result | context) + "\n")
-            file.flush()
+    results, log = [], JsonLog(folder / "results.jsonl")
+    log.replace([])
+    for result in _results(cases, bench, config.budget_s, console):
+        results.append(result)
+        log.append(result | context)
     _present(results, bench, context["machine"], folder, console)
     agreed = all(result["status"] in (OK, NOT_RUN) for result in results)
     if agreed:
-        own = {"name": "kernel_bench", "task": "kernel_bench", "revision": context["git_revision"]}
-        own["impl"] = "triton" if device.type == "cuda" else INTERPRETER
+        impl = "triton" if device.type == "cuda" else INTERPRETER
+        own = {"name": "kernel_bench", "task": "kernel_bench", "impl": impl}
         write_whole(folder / SUMMARY, to_json({**own, **context, "rows": results}) + "\n")
     return agreed
 

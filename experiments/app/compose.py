@@ -51,10 +51,10 @@ def option_keys() -> dict[str, str]:
     return keys
 
 
-def run_folder(outputs: str, name: str, time: str, *, _root_: DictConfig) -> str:
-    """The folder of a run: a folder of its own, or the folder of its job in a sweep."""
+def run_folder(own: str, outputs: str, *, _root_: DictConfig) -> str:
+    """The folder of a run: its `own`, or in a sweep the folder of its job, under `outputs`."""
     sweep = _root_.sweep.name
-    return f"{outputs}/{name}/{time}" if sweep is None else f"{outputs}/sweeps/{sweep}/{job_id(_root_)}"
+    return own if sweep is None else f"{outputs}/sweeps/{sweep}/{job_id(_root_)}"
 
 
 def register() -> None:
@@ -67,9 +67,7 @@ def register() -> None:
     with user_errors(ValueError):
         groups = option_schemas()
         # Hydra overrides the keys that are there: `model.drafts.eagle3=…` needs no `+` where the key is.
-        drafters: dict[str, str | None] = {
-            name: None for name, algorithm in available().items() if algorithm.needs_draft_model
-        }
+        drafters: dict[str, str | None] = {name: None for name, kind in available().items() if kind.needs_draft_model}
     sampling: DictConfig = OmegaConf.structured(SamplingParams)
     OmegaConf.set_struct(sampling.logit_bias, False)  # new entries need no `+` either
     fixed: dict[tuple[str, str], Any] = {

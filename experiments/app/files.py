@@ -65,12 +65,6 @@ def json_lines(values: Iterable[Any]) -> str:
     return "".join(to_json(value, indent=None) + "\n" for value in values)
 
 
-def read_json_lines(path: Path) -> list[Any]:
-    """The values of a file of JSON lines. Lines end at line feeds alone: JSON strings may hold U+2028 and the like.
-    Raises OSError and ValueError."""
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line.strip()]
-
-
 def read_object(path: Path) -> dict[str, Any] | None:
     """A JSON object; None where the file is missing, empty or broken."""
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from algorithms.engine.settings import RuntimeSettings, runs_fused
-from experiments.app.errors import UserError
+from experiments.app.errors import UserError, user_errors
 
 if TYPE_CHECKING:
     from algorithms.models.loading import Target, TargetFolder
@@ -46,18 +46,23 @@ class Hardware:
         return self.device == "cuda"
 
 
-def resolve_hardware(runtime: RuntimeSettings) -> Hardware:
-    """Settle every `auto` of `runtime`. Raises UserError where the machine lacks it. Without a GPU this switches
-    Triton's interpreter on, which must happen before Triton is imported."""
+def chosen_device(asked: str, key: str) -> str:
+    """`asked`, or where that is auto a GPU if there is one. Raises ValueError for a GPU that is not there; `key` is the
+    name of the setting."""
     import torch
 
     has_gpu = torch.cuda.is_available()
-    if runtime.device == "cuda" and not has_gpu:
-        raise UserError(
-            f"runtime.device=cuda: no CUDA device is visible to torch {torch.__version__}\n"
-            "use runtime.device=cpu (kernels run in Triton's interpreter), or install a CUDA build of torch"
-        )
-    device = "cuda" if has_gpu and runtime.device != "cpu" else "cpu"
+    if asked.startswith("cuda") and not has_gpu:
+        fix = f"use {key}=cpu, or install a CUDA build of torch"
+        raise ValueError(f"{key}={asked}: torch {torch.__version__} sees no CUDA device\n{fix}")
+    return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
+
+
+def resolve_hardware(runtime: RuntimeSettings) -> Hardware:
+    """Settle every `auto` of `runtime`. Raises UserError where the machine lacks it. Without a GPU this switches
+    Triton's interpreter on, which must happen before Triton is imported."""
+    with user_errors(ValueError):
+        device = chosen_device(runtime.device, "runtime.device")
     dtype = runtime.dtype if runtime.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     forward = "fused" if runs_fused(runtime, device == "cuda", dtype == "float32") else "torch"
     if runtime.impl == "reference":

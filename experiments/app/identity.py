@@ -15,7 +15,7 @@ from experiments.app.schema import REPO_ROOT
 from experiments.app.task_schema import TASKS
 from experiments.report.tables import at
 
-NEUTRAL = ("hydra", "name", "samples", "tracker", "paths", "sweep", "resume", "resume_force")
+NEUTRAL = ("hydra", "name", "samples", "tracker", "paths", "sweep", "resume", "resume_force", "out_dir")
 """Keys that change no figure."""
 TARGET_KEYS = (
     "model", "runtime/device", "runtime/dtype", "runtime/weight_dtype", "runtime/impl", "runtime/forward",

@@ -72,9 +72,8 @@ class Plan:
 
     def varied(self, backend: Any = None, **runtime: Any) -> Plan:
         """The same plan with another backend, or with other values of `runtime`."""
-        config = replace(
-            self.config, backend=backend or self.config.backend, runtime=replace(self.config.runtime, **runtime)
-        )
+        changed = replace(self.config.runtime, **runtime)
+        config = replace(self.config, backend=backend or self.config.backend, runtime=changed)
         return replace(self, config=config)
 
     def load_target(self) -> Target:

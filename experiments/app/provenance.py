@@ -107,6 +107,11 @@ def gpu_clocks(device: str) -> dict[str, float] | None:
         return None
 
 
+def measured_on(device: str) -> dict[str, Any]:
+    """What every figure depends on, whatever the settings."""
+    return {"machine": machine(device), "revision": git_revision(), "versions": versions()}
+
+
 _SIZES = (
     "page_size", "max_batch", "prefill_chunk", "mixed_prefill", "prefill_ahead", "graph", "kv_dtype", "kv_scales",
     "weight_dtype", "deterministic",
@@ -127,11 +132,9 @@ def run_conditions(config: RunConfig, hardware: Hardware, model: str) -> dict[st
         "dtype": hardware.dtype,
         "impl": hardware.label,
         "forward": hardware.forward,
-        "machine": machine(hardware.device),
+        **measured_on(hardware.device),
         "clocks": gpu_clocks(hardware.device),
         "sampling": sampling,
         **sizes,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "revision": git_revision(),
-        "versions": versions(),
     }

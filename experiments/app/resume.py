@@ -4,20 +4,20 @@ The folder says what was typed, from where and at which revision. The same words
 be the configuration of the folder; then the run goes on with the requests that had not ended.
 """
 
-import json
 import os
 import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from experiments.app.errors import UserError
-from experiments.app.files import locked
+from experiments.app.files import locked, read_object
+from experiments.app.identity import what_matters
 from experiments.app.provenance import git_revision
 from experiments.report.tables import flatten
 
@@ -27,16 +27,11 @@ ALIVE_S = 60.0  # a run on another machine whose heartbeat is younger than this 
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """status.json of a run folder. Raises UserError where there is none."""
-    if not (folder / STATUS).is_file():
-        why = f"which has no {STATUS}" if folder.exists() else "which does not exist"
+    """status.json of a run folder. Raises UserError where there is none that can be read."""
+    found = read_object(folder / STATUS)
+    if found is None:
+        why = f"which has no {STATUS} that can be read" if folder.exists() else "which does not exist"
         raise UserError(f"{RESUME}: expected the folder of a run, such as outputs/NAME/TIME; got {folder}, {why}")
-    try:
-        found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{RESUME}={folder}: {STATUS} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{RESUME}={folder}: {STATUS} holds no object")
     return found
 
 
@@ -84,14 +79,9 @@ def is_running(folder: Path, status: Mapping[str, Any]) -> bool:
 
 def check_unchanged(folder: Path, composed: DictConfig, forced: bool) -> None:
     """Raise UserError, unless `forced`, where configuration or revision differ from the run in `folder`."""
-    now, then = (
-        flatten(cast(Any, OmegaConf.to_container(each, resolve=True)), by=".") for each in (composed, _stored(folder))
-    )
-    changes = [
-        f"{key}: {then.get(key)} in the run, {now.get(key)} now"
-        for key in dict.fromkeys([*then, *now])
-        if then.get(key) != now.get(key) and key not in (RESUME, FORCE)
-    ]
+    now, then = (flatten(what_matters(each), by=".") for each in (composed, _stored(folder)))
+    differing = [key for key in dict.fromkeys([*then, *now]) if then.get(key) != now.get(key)]
+    changes = [f"{key}: {then.get(key)} in the run, {now.get(key)} now" for key in differing]
     before, revision = read_status(folder).get("revision"), git_revision()
     changes += [f"revision: {before} in the run, {revision} now"] if before != revision else []
     if changes and not forced:

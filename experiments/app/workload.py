@@ -79,6 +79,7 @@ def longest_turn(prompt: Prompt, first: Request, tokenizer: Tokenizer) -> int:
 
 class Conversations:
     """Makes the later turns of `prompts` while `asked` is served: what `Engine.generate` calls with each completion.
+    Without `prompts` there are none.
 
     Request i of `asked` is the first turn of prompt i, counted modulo the number of prompts. Turn t of it has the
     number i + t * len(asked), and a seed of its own. A conversation ends before a turn of more than `max_length`
@@ -88,7 +89,7 @@ class Conversations:
     def __init__(
         self, prompts: Sequence[Prompt], asked: Sequence[Request], tokenizer: Tokenizer, max_length: int | None = None
     ) -> None:
-        self._prompts, self._count, self._tokenizer, self._max_length = prompts, len(asked), tokenizer, max_length
+        self.prompts, self.first, self._tokenizer, self._max_length = prompts, asked, tokenizer, max_length
         self.num_too_long = 0
         """Conversations that ended because their next turn was too long."""
         self._asked = {request.id: request for request in asked}
@@ -97,27 +98,36 @@ class Conversations:
     @property
     def num_requests(self) -> int:
         """Requests that there will be in all."""
-        return sum(self._prompt(first).num_turns for first in range(self._count))
+        turns = [prompt.num_turns for prompt in self.prompts] or [1]
+        return sum(turns[number % len(turns)] for number in range(len(self.first)))
 
     @property
     def requests(self) -> list[Request]:
-        """All requests so far, by number."""
-        return [self._asked[number] for number in sorted(self._asked)]
+        """All requests so far: the first turns, then the later ones by number."""
+        later = sorted(set(self._asked) - {request.id for request in self.first})
+        return [*self.first, *(self._asked[number] for number in later)]
+
+    def still_to_do(self, ended: Mapping[int, Completion]) -> list[Request]:
+        """The first turns that have not `ended`, and the next turns of conversations whose last turn has."""
+        follow = filter(None, [self(ended[number]) for number in sorted(ended)])
+        return [request for request in (*self.first, *follow) if request.id not in ended]
 
     def __call__(self, completion: Completion) -> Request | None:
         """The turn that follows `completion`; None after the last one, after a failed
         request, and where it would be too long."""
-        number = completion.request_id
-        turn, first = divmod(number, self._count)
-        prompt = self._prompt(first)
-        if turn + 1 == prompt.num_turns or completion.error:
+        if not self.prompts or completion.error:
+            return None
+        number, count = completion.request_id, len(self.first)
+        turn, first = divmod(number, count)
+        prompt = self.prompts[first % len(self.prompts)]
+        if turn + 1 == prompt.num_turns:
             return None
         replies = self._replies.setdefault(first, [])
         replies.append(completion.text)
         request = self._asked[number]
         follow = replace(
-            request.with_sampling(seed=request.sampling.seed + len(self._prompts)),
-            id=number + self._count,
+            request.with_sampling(seed=request.sampling.seed + len(self.prompts)),
+            id=number + count,
             prompt_ids=tuple(prompt.encode(self._tokenizer, replies)),
         )
         if self._max_length is not None and follow.max_length > self._max_length:
@@ -125,9 +135,6 @@ class Conversations:
             return None
         self._asked[follow.id] = follow
         return follow
-
-    def _prompt(self, first: int) -> Prompt:
-        return self._prompts[first % len(self._prompts)]
 
 
 class Entry(NamedTuple):

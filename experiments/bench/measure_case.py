@@ -1,6 +1,6 @@
 """One result of the benchmark: whether a kernel agrees with its reference, its time, and that of others."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -12,15 +12,31 @@ import torch
 from experiments.bench import peers
 from experiments.bench.roofline import Ceilings, Work, work_of
 from experiments.bench.selection import maker
-from experiments.bench.timing import Limits, Timing, cold_copies, time_calls, time_function, time_interleaved
-from experiments.report.tables import DASH, Column, Metric, columns, figure
+from experiments.bench.timing import (
+    Arguments,
+    Function,
+    Limits,
+    Timing,
+    cold_copies,
+    time_calls,
+    time_function,
+    time_interleaved,
+)
+from experiments.report.tables import DASH, Column, Metric, Result, columns, figure
 from specdec_kernels import parity
 from specdec_kernels.cases import Case, comparison_of
 
 OK, DISAGREES, FAILED, NOT_RUN = "ok", "disagrees", "failed", "not run"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types that a command line may name."""
-Copies = Sequence[dict[str, Any]]  # arguments of a call, as often as fill the cache
+
+
+def _tflop_per_s(result: Result) -> str:
+    return figure(result["flop_per_s"] * 1e-12) if result.get("flop") else DASH
+
+
+def _ceiling(result: Result) -> str:
+    return f"{result['ceiling_pct']:.0f}% {result['bound']}" if "ceiling_pct" in result else DASH
 
 
 class CaseResult(TypedDict, total=False):
@@ -38,32 +54,16 @@ class CaseResult(TypedDict, total=False):
     p80_us: Annotated[float, Metric("The 80 % quantile of the times.", "p80 us")]
     call_median_us: Annotated[float, Metric("Microseconds of a call from Python, launches included.", "us/call")]
     bytes_per_s: Annotated[float, Metric("Bytes that the call must move, over its time.", "GB/s", digits=0, scale=1e-9)]
-    flop_per_s: Annotated[
-        float,
-        Metric(
-            "Operations over time.",
-            "TFLOP/s",
-            show=lambda r: figure(r["flop_per_s"] * 1e-12) if r.get("flop") else DASH,
-        ),
-    ]
-    ceiling_pct: Annotated[
-        float,
-        Metric(
-            "Share of the ceiling that bounds the call.",
-            "ceiling",
-            show=lambda r: f"{r['ceiling_pct']:.0f}% {r['bound']}" if "ceiling_pct" in r else DASH,
-        ),
-    ]
+    flop_per_s: Annotated[float, Metric("Operations over time.", "TFLOP/s", show=_tflop_per_s)]
+    ceiling_pct: Annotated[float, Metric("Share of the ceiling that bounds the call.", "ceiling", show=_ceiling)]
     reference_ratio: Annotated[float, Metric("Time of the reference in plain torch over ours.", "torch x")]
 
 
 def case_columns(peers: Sequence[str]) -> list[Column]:
     """The columns of the table, those of `peers` last."""
     ratio = "Time of this peer over ours by the same clock; above 1 ours is faster."
-    return [
-        *columns(CaseResult),
-        *(Metric(ratio, f"{name} x", digits=2).column(f"peers/{name}/ratio", numeric=True) for name in peers),
-    ]
+    of_peers = [Metric(ratio, f"{name} x", digits=2).column(f"peers/{name}/ratio", numeric=True) for name in peers]
+    return [*columns(CaseResult), *of_peers]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _measured(family: str, case: Case, bench: Bench) -> dict[str, Any]:
     return result | {"peers": {name: _against_peer(name, case.function, copies, kernel, bench) for name in bench.peers}}
 
 
-def _impl(function: Callable[..., Any], impl: str) -> Callable[..., Any]:
+def _impl(function: Function, impl: str) -> Function:
     return lambda **arguments: function(**arguments, impl=impl)
 
 
@@ -152,7 +152,7 @@ def _rates(work: Work, timing: Timing, ceilings: Ceilings | None) -> dict[str, A
 
 
 def _against_reference(
-    function: Callable[..., Any], copies: Copies, called: Timing, found: parity.Parity, bench: Bench
+    function: Function, copies: Arguments, called: Timing, found: parity.Parity, bench: Bench
 ) -> dict[str, Any]:
     """The reference, timed as calls from Python, because a graph cannot capture all of plain torch."""
     if not found.reference_fits:
@@ -165,7 +165,7 @@ def _against_reference(
     return dict(reference="timed", reference_us=timing.median_ms * 1e3, reference_ratio=ratio)
 
 
-def _against_peer(name: str, function: str, copies: Copies, kernel: Callable[..., Any], bench: Bench) -> dict[str, Any]:
+def _against_peer(name: str, function: str, copies: Arguments, kernel: Function, bench: Bench) -> dict[str, Any]:
     """The times of the peer and of our kernel, interleaved and over as many inputs, or why there are none."""
     try:
         # Some functions write into their arguments: each side gets its own.

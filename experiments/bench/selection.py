@@ -54,9 +54,7 @@ def chosen_cases(families: Sequence[str], shapes: str, on_gpu: bool) -> list[tup
     """
     if not families:
         raise ValueError("family=none leaves nothing to measure: expected all, or families joined by +")
-    tables: dict[str, tuple[Case, ...]] = {
-        family: import_module(f"specdec_kernels.{family}.cases").CASES for family in families
-    }
+    tables = {family: import_module(f"specdec_kernels.{family}.cases").CASES for family in families}
     if shapes not in SETS:
         return _matching(tables, shapes, on_gpu)
     if on_gpu:

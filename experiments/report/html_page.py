@@ -80,9 +80,7 @@ def step_times(results: Sequence[Result]) -> str:
 def acceptance_lines(results: Sequence[Result]) -> str:
     """Acceptance over draft positions, one line per method that drafts."""
     rates = {result["method"]: enumerate(result["acceptance_at"], 1) for result in results}
-    series = [
-        Series(method, [(float(i), rate) for i, rate in each if rate is not None]) for method, each in rates.items()
-    ]
+    series = [Series(method, [(float(i), y) for i, y in points if y is not None]) for method, points in rates.items()]
     return chart(series, "acceptance by draft position", ("draft position", "acceptance"), top=1.0)
 
 

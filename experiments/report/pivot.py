@@ -57,9 +57,8 @@ class Pivot:
     def best(self, column: str) -> list[float]:
         """The largest value of each figure in `column`, as it is shown."""
         here = [cell for (_, name), cell in self.cells.items() if name == column]
-        return [
-            max(round(cell[i].value, figure.digits) for cell in here if cell) for i, figure in enumerate(self.figures)
-        ]
+        digits = [figure.digits for figure in self.figures]
+        return [max(round(cell[i].value, shown) for cell in here if cell) for i, shown in enumerate(digits)]
 
 
 def with_average(pivot: Pivot) -> Pivot:
@@ -109,19 +108,18 @@ def latex(pivots: Sequence[Pivot], caption: str, label: str) -> str:
         body += ["\\hline", f"\\multicolumn{{{len(columns) + 1}}}{{c}}{{{latex_escaped(pivot.title)}}} \\\\", "\\hline"]
         lines = (line.values() for line in _lines(pivot, _mathematical))
         body += [" & ".join([latex_escaped(name), *cells]) + r" \\" for name, *cells in lines]
-    return "\n".join(
-        [
-            "\\begin{table*}[t]",
-            "\\centering\\scriptsize\\setlength{\\tabcolsep}{3pt}",  # eight columns of a page's width
-            f"\\caption{{{latex_escaped(caption)}}}\\label{{{label}}}",
-            f"\\begin{{tabular}}{{l{'r' * len(columns)}}}",
-            "\\hline",
-            *body,
-            "\\hline",
-            "\\end{tabular}",
-            "\\end{table*}\n",
-        ]
-    )
+    rows = "\n".join(body)
+    # Eight columns of a page's width.
+    return rf"""\begin{{table*}}[t]
+\centering\scriptsize\setlength{{\tabcolsep}}{{3pt}}
+\caption{{{latex_escaped(caption)}}}\label{{{label}}}
+\begin{{tabular}}{{l{"r" * len(columns)}}}
+\hline
+{rows}
+\hline
+\end{{tabular}}
+\end{{table*}}
+"""
 
 
 def csv_text(pivots: Sequence[Pivot]) -> str:
@@ -166,9 +164,8 @@ def _mathematical(estimate: Estimate, figure: Figure, is_best: bool) -> str:
     unit = {"×": "\\times", "%": "\\%"}.get(figure.unit, figure.unit)
     text = f"{estimate.value:.{figure.digits}f}{unit}"
     text = f"\\mathbf{{{text}}}" if is_best else text
-    return (
-        f"${text}$" if estimate.half is None else f"${text}{{\\scriptstyle\\,\\pm{estimate.half:.{figure.digits}f}}}$"
-    )
+    half = "" if estimate.half is None else f"{{\\scriptstyle\\,\\pm{estimate.half:.{figure.digits}f}}}"
+    return f"${text}{half}$"
 
 
 def latex_escaped(text: str) -> str:

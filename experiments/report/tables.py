@@ -13,7 +13,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import Annotated, Any, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints, is_typeddict
 
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
 from rich.table import Table as RichTable
@@ -23,6 +23,7 @@ from experiments.app.files import to_json
 from experiments.report.templates import html
 
 Result = Mapping[str, Any]  # one line of a table. The tasks declare their keys.
+R = TypeVar("R", bound=Result)
 DASH = "–"
 
 
@@ -42,7 +43,8 @@ class Column:
 class Metric:
     """The meaning of a key of a result, and how a table shows it; see above. A cell is `scale` times the value with
     `digits` and `unit`, and with the half-width of its 95 % interval where the result has the key `<key>_interval`. Of
-    nested figures it shows the `parts`. `show` replaces that. A metric without a `title` is in no table.
+    nested figures it shows the `parts`, such as `p50/p90`. `show` replaces that. A metric without a `title` is in no
+    table.
     """
 
     help: str
@@ -50,14 +52,14 @@ class Metric:
     digits: int = 1
     unit: str = ""
     scale: float = 1
-    parts: tuple[str, ...] = ()
+    parts: str = ""
     show: Callable[[Result], str] | None = None
     tone: Callable[[Result], str | None] = lambda result: None
 
     def column(self, path: str, numeric: bool) -> Column:
         def figures(result: Result) -> str:
             if self.parts:
-                values = [at(result, f"{path}/{part}") for part in self.parts]
+                values = [at(result, f"{path}/{part}") for part in self.parts.split("/")]
                 return DASH if None in values else "/".join(figure(each, self.digits) for each in values)
             value, interval = at(result, path), at(result, f"{path}_interval")
             if value is None or isinstance(value, str):
@@ -109,6 +111,14 @@ def at(result: Result, path: str) -> Any:
     found: Any = result
     for key in path.split("/"):
         found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def grouped(results: Sequence[R], keys: Sequence[str]) -> dict[tuple[Any, ...], list[R]]:
+    """The results by their values of `keys`, in the order of the results."""
+    found: dict[tuple[Any, ...], list[R]] = {}
+    for result in results:
+        found.setdefault(tuple(result.get(key) for key in keys), []).append(result)
     return found
 
 

@@ -8,47 +8,31 @@ In bfloat16 steps of other sizes round differently, so outputs differ between se
 With `runtime.deterministic=true` all settings give the same output, and only the lengths are compared.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Annotated, Any
 
-from algorithms.engine.request import EngineError
-from experiments.app.errors import UserError, user_errors
+from algorithms.engine.engine import Engine
+from algorithms.models.loading import Target
+from experiments.app.errors import UserError
 from experiments.app.plan import Plan
+from experiments.app.workload import Workload
 from experiments.report.metrics import MethodResult
 from experiments.report.tables import DASH, Column, Metric, Result, columns, figure
 from experiments.tasks.base import Task
-from experiments.tasks.decoding import (
-    AUTOREGRESSIVE,
-    Decoded,
-    baseline_config,
-    engine_of,
-    make_algorithm,
-    method_result,
-    warm_up,
-)
+from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded, baseline_config, method_result
 from experiments.tasks.throughput import at_concurrency
-from specdec_kernels.launch import record_compilations
 
 CHOSEN, CONFIGURED = "adaptive", "configured"
-Key = tuple[str, str]  # prompt set and setting
 
 
 class AdaptiveResult(MethodResult):
     """One method in one batch with one setting of the draft length."""
 
     batch: Annotated[int, Metric("Requests at a time, at most.", "batch", digits=0)]
-    setting: Annotated[
-        str, Metric("Nodes of every step; `configured`: as configured; `adaptive`: chosen for each step.", "nodes")
-    ]
+    setting: Annotated[str, Metric("Nodes of every step, `configured`, or `adaptive`: chosen for each step.", "nodes")]
     ratio_to_best_fixed: Annotated[
-        float | None,
-        Metric(
-            "Decode tokens/s over those of the best fixed number of nodes, `configured` included.",
-            "over the best fixed",
-            digits=3,
-            unit="×",
-        ),
+        float | None, Metric("Decode tokens/s over the best fixed length's.", "over the best fixed", digits=3, unit="×")
     ]
 
 
@@ -60,6 +44,7 @@ def _steps(result: Result) -> str:
 class Adaptive(Task):
     """Every method at every batch on every prompt set."""
 
+    shares_engines = True
     objective = "ratio_to_best_fixed"
     columns = (
         *columns(AdaptiveResult, "data", "batch", "method", "setting", "decode_tokens_per_s"),
@@ -68,6 +53,8 @@ class Adaptive(Task):
         Column("steps by nodes", _steps, numeric=False, help="Steps of each number of nodes, where there are several."),
         *columns(AdaptiveResult, "compiled", wide=["compiled"]),
     )
+
+    _fixed: int | None = None  # the size that every step of the next decoding has; None lets the engine choose
 
     def measure(self) -> Sequence[Result]:
         return [result for batch in self.plan.config.task.batches for result in self._of_batch(batch)]
@@ -90,50 +77,54 @@ class Adaptive(Task):
     def _of_batch(self, batch: int) -> Iterator[Result]:
         """All results of one batch: first the target alone, then each method."""
         plan = self.plan.varied(max_batch=batch, num_pages=None, adaptive=False)
-        baselines: dict[str, Any] = {}
-        for (data, _), rounds in self._decoded(baseline_config(), AUTOREGRESSIVE, plan, "1").items():
-            result = self._result(AUTOREGRESSIVE, data, rounds, None)
-            baselines[data] = (result, rounds[0])
+        baselines: dict[str, tuple[MethodResult, Decoded]] = {}
+        for workload in plan.workloads:
+            rounds = self._decoded(baseline_config(), AUTOREGRESSIVE, workload, plan, {"1": None})["1"]
+            result = self._result(AUTOREGRESSIVE, rounds, workload, None)
+            baselines[workload.name] = result, rounds[0]
             yield {**result, "batch": batch, "setting": "1", "ratio_to_best_fixed": None}
         for label, algo in self.plan.methods.items():
-            decoded = self._decoded(algo, label, plan, CONFIGURED)
-            decoded |= self._decoded(algo, label, plan.varied(adaptive=True), None)
-            found = {key: self._result(label, key[0], rounds, baselines[key[0]]) for key, rounds in decoded.items()}
-            for (data, setting), result in found.items():
-                fixed = [r["decode_tokens_per_s"] or 0.0 for (d, s), r in found.items() if d == data and s != CHOSEN]
-                ratio = (result["decode_tokens_per_s"] or 0.0) / max(fixed)
-                yield {**result, "batch": batch, "setting": setting, "ratio_to_best_fixed": ratio}
+            configured = [self._decoded(algo, label, each, plan, {CONFIGURED: None}) for each in plan.workloads]
+            chosen = plan.varied(adaptive=True)
+            sizes = self._sizes(label, algo, chosen)
+            for workload, decoded in zip(plan.workloads, configured, strict=True):
+                decoded |= self._decoded(algo, label, workload, chosen, sizes)
+                results = {
+                    setting: self._result(label, rounds, workload, baselines[workload.name])
+                    for setting, rounds in decoded.items()
+                }
+                fixed = max(r["decode_tokens_per_s"] or 0.0 for setting, r in results.items() if setting != CHOSEN)
+                for setting, result in results.items():
+                    nodes = int(setting) if setting.isdigit() else result["num_nodes"]
+                    ratio = (result["decode_tokens_per_s"] or 0.0) / fixed
+                    own = {"batch": batch, "setting": setting, "num_nodes": nodes, "ratio_to_best_fixed": ratio}
+                    yield {**result, **own}
 
-    def _result(self, label: str, data: str, rounds: list[Decoded], baseline: Any) -> MethodResult:
-        workload = next(workload for workload in self.plan.workloads if workload.name == data)
+    def _sizes(self, label: str, algo: Any, plan: Plan) -> dict[str, int | None]:
+        """The numbers of nodes of a drafting step, each with what the engine fixes for it, and the engine's choice."""
+        sizing = self.engine_for(plan, self.target, algo, plan.workloads[0]).parts.sizing
+        if sizing is None:
+            raise UserError(f"task=adaptive: {label} verifies one node a step, so there is nothing to choose")
+        return {**{str(nodes): index for index, nodes in enumerate(sizing.nodes) if index}, CHOSEN: None}
+
+    def _result(self, label: str, rounds: Sequence[Decoded], workload: Workload, baseline: Any) -> MethodResult:
         deterministic = self.plan.config.runtime.deterministic
         return method_result(label, rounds, range(len(rounds)), workload, baseline, self.target, deterministic)
 
-    def _decoded(self, algo: Any, label: str, plan: Plan, only: str | None) -> dict[Key, list[Decoded]]:
-        """Every prompt set in every setting, by one engine, `task.repeats` interleaved rounds. The setting is `only`,
-        or each number of nodes of the engine, and its choice."""
-        longest = max(workload.max_length for workload in self.plan.workloads)
-        engine = engine_of(plan, self.target, make_algorithm(plan, self.target, algo), longest)
-        sizing, batch = engine.parts.sizing, plan.config.runtime.max_batch
-        settings: list[tuple[str, int | None]] = [(only, None)] if only else []
-        if not only:
-            if sizing is None:
-                raise UserError(f"task=adaptive: {label} verifies one node a step, so there is nothing to choose")
-            settings = [(str(nodes), index) for index, nodes in enumerate(sizing.nodes)][1:] + [(CHOSEN, None)]
-        requests = {workload.name: at_concurrency(plan, workload, batch)[1] for workload in self.plan.workloads}
-        found: dict[Key, list[Decoded]] = {}
-        with user_errors(EngineError):
-            warm_up(engine, plan, requests[self.plan.workloads[0].name])
-            for number, data, (setting, fixed) in product(range(self.plan.config.task.repeats), requests, settings):
-                if sizing is not None:
-                    sizing.pacing.fixed = fixed
-                name = f"{label} ×{batch}, {setting}"
-                engine.reset()
-                with record_compilations() as compiled:
-                    timed = engine.generate(requests[data], on_end=self.recorder(data, name, number))
-                made: Any = dict(requests=requests[data], generation=timed, timed=timed, compiled=list(compiled))
-                made |= {} if fixed is None else {"num_nodes": int(setting)}
-                found.setdefault((data, setting), []).append(Decoded.by(algo, engine, **made))
-                rate = sum(len(c.token_ids) for c in timed.completions) * 1e3 / max(timed.decode_ms, 1e-9)
-                self.console.print(f"{data}, {name}: {rate:,.1f} tokens/s", highlight=False)
+    def _decoded(
+        self, algo: Any, label: str, workload: Workload, plan: Plan, settings: Mapping[str, int | None]
+    ) -> dict[str, list[Decoded]]:
+        """The `task.repeats` interleaved rounds of a prompt set in each of `settings`."""
+        batch = plan.config.runtime.max_batch
+        requests = at_concurrency(plan, workload, batch)[1]
+        found: dict[str, list[Decoded]] = {setting: [] for setting in settings}
+        for number, (setting, self._fixed) in product(range(plan.config.task.repeats), settings.items()):
+            name = f"{label} ×{batch}, {setting}"
+            found[setting].append(self.decode(algo, workload, requests, name, plan, round_number=number))
         return found
+
+    def engine_for(self, plan: Plan, target: Target, algo: Any, workload: Workload) -> Engine:
+        engine = super().engine_for(plan, target, algo, workload)
+        if engine.parts.sizing is not None:
+            engine.parts.sizing.pacing.fixed = self._fixed
+        return engine

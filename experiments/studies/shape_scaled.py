@@ -54,6 +54,7 @@ from torch import Tensor
 from algorithms.checked import Between, Checked
 from experiments.app import cli
 from experiments.app.errors import user_errors
+from experiments.app.hardware import chosen_device
 from experiments.app.schema import REPO_ROOT
 from experiments.training.export import write_json
 
@@ -389,8 +390,7 @@ def write_family(config: ShapeScaledConfig) -> dict[str, int]:
     from huggingface_hub import save_torch_state_dict
 
     family, dtype = SHAPES[config.shape], DTYPES[config.dtype]
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(auto if config.device == "auto" else config.device)
+    device = torch.device(chosen_device(config.device, "device"))
     generator = torch.Generator(device).manual_seed(config.seed)
     written = {}
 

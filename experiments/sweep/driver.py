@@ -129,9 +129,11 @@ def resolve(arguments: Sequence[str], config_name: str, program: Sequence[str]) 
 
 
 def _base(typed: Grid, config_name: str) -> DictConfig:
-    """The configuration without the jobs' own values: options of groups, folders, the settings of sweep and Hydra."""
-    common = [text for text in typed.common if "." not in text.partition("=")[0] or text.startswith("paths.")]
-    base = hydra.compose(config_name, [*common, *typed.own], return_hydra_config=True)
+    """The configuration without the jobs' own values: options of groups, folders, the settings of sweep and Hydra. A
+    group may need a choice, so it has that of the first job; of several recipes none has axes for all jobs."""
+    shared = [text for text in typed.jobs[0] if text in typed.common or not text.startswith("experiment=")]
+    chosen = [text for text in shared if "." not in text.partition("=")[0] or text.startswith("paths.")]
+    base = hydra.compose(config_name, [*chosen, *typed.own], return_hydra_config=True)
     HydraConfig.instance().set_config(base)
     with open_dict(base):
         base.sweep.name = base.sweep.name or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"

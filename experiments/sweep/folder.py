@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments.app.files import locked, read_object, to_json, write_whole
-from experiments.app.resume import STATUS
 from experiments.report.run_folder import SUMMARY
 from experiments.report.tables import Column
 
 DONE, RUNNING, REFUSED, FAILED, KILLED, OPEN = "done", "running", "refused", "failed", "killed", "open"
 _TONES = {DONE: "good", FAILED: "bad", KILLED: "bad"}
 STATE = Column("state", lambda job: job["state"], numeric=False, tone=lambda job: _TONES.get(job["state"]))
-UNFINISHED = ("running", "interrupted")  # the status in status.json of a run whose process was killed or interrupted
 LOOKS, LOOK_S = 5, 0.1  # another process that looks at the state of a job holds its lock for a moment
 SWEEP, JOBS, LOGS, LOCKS = "sweep.json", "jobs", "logs", "locks"
 
@@ -38,7 +36,8 @@ class JobRecord:
     overrides: list[str]
     program: list[str]
     config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration that matters
-    ended: str | None = None  # how the last attempt ended: done, refused, failed or killed; None where there was none
+    ended: str | None = None
+    """How the last attempt ended: done, refused, failed or killed; running until then. None where there was none."""
     reason: str = ""
     exit_code: int | None = None
     wall_s: float | None = None
@@ -85,10 +84,11 @@ class SweepFolder:
             with locked(lock) as free:
                 if not free:
                     return RUNNING
-        if (read_object(self.path / job / STATUS) or {}).get("status") in UNFINISHED:
-            return KILLED
         record = self.record(job)
-        return OPEN if record is None or record.ended is None else KILLED if record.ended == DONE else record.ended
+        if record is None or record.ended is None:
+            return OPEN
+        # A process that is killed cannot note its end, and a done job may have lost its summary.
+        return KILLED if record.ended in (RUNNING, DONE) else record.ended
 
     def settings(self) -> dict[str, Any]:
         """The content of sweep.json: `keys` that were swept, ids of `jobs` in their order, and `starts`."""

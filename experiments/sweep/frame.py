@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from experiments.app.errors import UserError, listing, nearest
-from experiments.report.tables import at, flatten
+from experiments.app.errors import UserError
+from experiments.report.tables import at, flatten, grouped
 from experiments.sweep.folder import DONE, JobRecord, SweepFolder
 
 BASELINE = "autoregressive"
@@ -21,7 +21,7 @@ WHERE = ("machine", "revision")  # lines that differ here are compared with `mix
 CONDITIONS = (*WHERE, "device", "impl", "dtype", "task")
 METRICS = (
     "tokens_per_step", "request_tokens_per_s", "wall_tokens_per_s", "speedup_decode", "speedup_wall", "lossless",
-    "median_us",
+    "median_us", "parameters", "training_tokens", "heldout_loss",
 )  # fmt: skip
 """Figures of a table by default, as far as lines have them."""
 Line = dict[str, Any]
@@ -34,9 +34,7 @@ def read(folders: Sequence[SweepFolder], mix: bool = False) -> tuple[list[Line],
     found: list[Line] = []
     for folder in folders:
         if not (records := folder.records()):
-            raise UserError(
-                f"{folder.path} is no sweep, which python run.py -m sweep=NAME … makes: no jobs/*.json in it"
-            )
+            raise UserError(f"{folder.path} is no sweep, which python run.py -m sweep=NAME makes: no jobs/*.json in it")
         for record in records:
             found += _lines(folder, record, keys)
     lines = _once(found)
@@ -53,13 +51,6 @@ def read(folders: Sequence[SweepFolder], mix: bool = False) -> tuple[list[Line],
 def distinct(lines: Sequence[Line], column: str) -> list[Any]:
     """The values of a column, without those that are missing, in the order of the lines."""
     return list(dict.fromkeys(line[column] for line in lines if line.get(column) is not None))
-
-
-def grouped(lines: Sequence[Line], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Line]]:
-    found: dict[tuple[Any, ...], list[Line]] = {}
-    for line in lines:
-        found.setdefault(tuple(line.get(key) for key in keys), []).append(line)
-    return found
 
 
 def _swept(folder: SweepFolder) -> list[str]:
@@ -125,20 +116,7 @@ def numbers(lines: Sequence[Line], *columns: str) -> list[Line]:
 def numeric(lines: Sequence[Line], keys: Sequence[str]) -> list[str]:
     """The `keys` whose values are at least two different numbers."""
     measured = {key: [line for line in lines if line.get(key) is not None] for key in keys}
-    return [
-        key for key, kept in measured.items() if len(distinct(kept, key)) > 1 and len(numbers(kept, key)) == len(kept)
-    ]
-
-
-def chosen_metrics(lines: Sequence[Line], asked: Sequence[str]) -> list[str]:
-    """The figures to show. Raises UserError for one that no line has."""
-    known = dict.fromkeys(name for line in lines for name in line)
-    if wrong := [name for name in asked if name not in known]:
-        figures = [name for name in known if numbers(lines, name)]
-        close = nearest(wrong[0], figures)
-        guess = f"\ndid you mean: {', '.join(close)}" if close else ""
-        raise UserError(f"no job has the figure {wrong[0]!r}{guess}\nfigures: {listing(figures)}")
-    return list(asked) or [name for name in METRICS if any(line.get(name) is not None for line in lines)]
+    return [key for key, kept in measured.items() if len(distinct(kept, key)) > 1 and numbers(kept, key) == kept]
 
 
 def is_time(metric: str) -> bool:

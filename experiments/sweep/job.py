@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from experiments.app.errors import NotLossless, UserError
 from experiments.app.hardware import is_main_process
 from experiments.app.identity import job_id, what_matters
-from experiments.app.resume import check_unchanged, read_status
-from experiments.sweep.folder import DONE, FAILED, REFUSED, UNFINISHED, JobRecord, SweepFolder
+from experiments.app.resume import check_unchanged
+from experiments.sweep.folder import DONE, FAILED, KILLED, REFUSED, RUNNING, JobRecord, SweepFolder
 
 JOB_KEYS = ("sweep.share_baseline=",)  # settings of a sweep that a job has too
 Task = Callable[[Any, DictConfig], Any]
@@ -49,6 +49,8 @@ def as_job(task: Task, program: Sequence[str]) -> Task:
         output = Path(HydraConfig.get().runtime.output_dir)
         folder = SweepFolder(output.parent)
         job = Job(folder, output.name, config.sweep.force)
+        if hasattr(config, "out_dir"):
+            config = replace(config, out_dir=str(output), resume=config.resume and not config.sweep.force)
         if not is_main_process():
             # Rank 0 owns the job and records it; it cannot end before the others have joined.
             return None if job.done else task(config, composed)
@@ -59,14 +61,14 @@ def as_job(task: Task, program: Sequence[str]) -> Task:
                 print(f"done before: {output}")
                 return getattr(folder.record(job.id), "value", None)
             record = folder.record(job.id) or new_record(composed, list(HydraConfig.get().overrides.task), program)
-            return _run_owned(task, _resumed(config, composed, job), composed, folder, record)
+            return _run_owned(task, _resumed(config, composed, job, record), composed, folder, record)
 
     return run
 
 
 def _run_owned(task: Task, config: Any, composed: DictConfig, folder: SweepFolder, record: JobRecord) -> Any:
-    """Run `task` and record its end; an interrupt leaves the record open."""
-    record = replace(record, ended=None, reason="", exit_code=None, value=None)
+    """Run `task` and record its end, all but an interrupt."""
+    record = replace(record, ended=RUNNING, reason="", exit_code=None, value=None)
     folder.write(record)
     started = time.monotonic()
     try:
@@ -80,20 +82,22 @@ def _run_owned(task: Task, config: Any, composed: DictConfig, folder: SweepFolde
         record.ended, record.exit_code, record.reason = FAILED, 1, f"{type(error).__name__}: {error}"
         raise
     finally:
-        if record.ended is not None:
+        if record.ended != RUNNING:
             record.wall_s = round(time.monotonic() - started, 3)
             folder.write(record)
     return record.value
 
 
-def _resumed(config: Any, composed: DictConfig, job: Job) -> Any:
-    """`config`, set to resume the job if it was killed and can be resumed; otherwise its folder is removed."""
+def _resumed(config: Any, composed: DictConfig, job: Job, record: JobRecord) -> Any:
+    """`config`, set to resume the job if it was killed and can be resumed; otherwise its folder is removed. A training
+    goes on from its checkpoint by itself."""
     left = job.folder.path / job.id
-    if hasattr(config, "resume") and not job.force:
+    if hasattr(config, "out_dir"):
+        return config
+    if hasattr(config, "resume") and record.ended in (RUNNING, KILLED) and not job.force:
         try:
-            if read_status(left).get("status") in UNFINISHED:
-                check_unchanged(left, composed, forced=False)
-                return replace(config, resume=str(left))
+            check_unchanged(left, composed, forced=False)
+            return replace(config, resume=str(left))
         except (UserError, ValueError, OSError):
             pass  # another revision, a task that cannot be resumed, or a torn file: the job starts again
     shutil.rmtree(left, ignore_errors=True)

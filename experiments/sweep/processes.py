@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 
 from omegaconf import DictConfig
 
+from experiments.app.cli import INTERRUPTED
 from experiments.app.errors import UserError
 from experiments.app.identity import SHARE_TARGET, target_id
 from experiments.app.schema import REPO_ROOT
@@ -117,8 +118,10 @@ class Worker:
         except (EOFError, OSError):
             code = self.process.wait()
         record, state = job.record, folder.state(job.id)
-        if record.ended is None and state not in (DONE, RUNNING):  # with exit code 0 too: it may not have been a run
-            record.ended = REFUSED if code == UserError.exit_code else KILLED if code in (-9, -15, 130) else FAILED
+        noted = record.ended not in (None, RUNNING)
+        if not noted and state not in (DONE, RUNNING):  # with exit code 0 too: it may not have been a run
+            killed = code < 0 or code == INTERRUPTED
+            record.ended = REFUSED if code == UserError.exit_code else KILLED if killed else FAILED
             ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
             record.exit_code, record.reason = code, "\n".join([ending, *lines[-TAIL_LINES:]])

@@ -1,7 +1,7 @@
 """A task: a question that is answered by a table of results, and how the results are shown."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from algorithms.engine.engine import Engine
 from algorithms.engine.request import Completion, EngineError, Request
 from algorithms.engine.session import StepReport
+from algorithms.engine.settings import RuntimeSettings
 from algorithms.models.loading import Target
 from algorithms.parallel.collectives import from_rank_0, parallel
 from experiments.app.errors import user_errors
@@ -46,6 +47,7 @@ class Task:
     objective: ClassVar[str]  # key of the figure that stands for a run in the table of a sweep
 
     keeps_parts: ClassVar[bool] = True  # whether a resumed run takes over requests of a decoding that was not finished
+    shares_engines: ClassVar[bool] = False  # whether decodings that differ in requests alone have one engine
 
     folder: RunFolder  # the folder in which requests are recorded as they end; set before `measure` is called
     tracker: Tracker = Tracker()  # receives the speed of the run while it goes on
@@ -54,6 +56,8 @@ class Task:
     def __init__(self, plan: Plan, target: Target, console: Console) -> None:
         self.plan, self.target, self.console = plan, target, console
         self._order: list[tuple[str, str]] = []
+        self._engines: dict[str, Engine] = {}
+        self._served: RuntimeSettings | None = None  # the settings of `_engines`
 
     def measure(self) -> Sequence[Result]:
         """The results: the lines of the table."""
@@ -87,10 +91,6 @@ class Task:
     def best(self, results: Sequence[Result]) -> Result:
         """The result with the largest objective; of equal ones the last."""
         return max(reversed(results), key=lambda result: result.get(self.objective) or 0.0)
-
-    def value(self, results: Sequence[Result]) -> float:
-        """The figure of the run in the table of a sweep."""
-        return float(self.best(results).get(self.objective) or 0.0)
 
     def headline(self, results: Sequence[Result]) -> list[Card]:
         """Figures at the top of the page."""
@@ -133,15 +133,15 @@ class Task:
         first, used = workload.requests if requests is None else requests, plan or self.plan
         key = resumed.Key(workload.name, label or algo.name, round_number)
         longest = min(used.config.runtime.max_length or workload.max_length, used.target.config.max_position_embeddings)
-        conversations = partial(Conversations, workload.prompts.prompts, first, used.tokenizer, longest)
-        follow: Callable[[], Conversations | None] = (lambda: None) if first_turns else conversations
+        prompts = () if first_turns else workload.prompts.prompts
+        begin = partial(Conversations, prompts, first, used.tokenizer, longest)
         self._order.append(key[:2])
-        if self.folder.resumed and (done := resumed.restored(self.folder, key, first, follow())):
+        if self.folder.resumed and (done := resumed.restored(self.folder, key, begin())):
             return done
-        decode = partial(self._decode, algo, workload, first, key, used, target or self.target, follow)
+        decode = partial(self._decode, algo, workload, key, used, target or self.target, begin)
         if self.baselines is None or algo.name != AUTOREGRESSIVE:
             return decode()
-        decoded, stored = self.baselines.shared(used, workload, first, follow(), decode)
+        decoded, stored = self.baselines.shared(used, workload, begin(), decode)
         if stored:  # the sweep's clock, which counts as this process's
             decoded = replace(decoded, process=self.folder.process)
             resumed.take_over(self.folder, key, decoded)
@@ -151,23 +151,23 @@ class Task:
         self,
         algo: Any,
         workload: Workload,
-        first: Sequence[Request],
         key: resumed.Key,
         plan: Plan,
         target: Target,
-        follow: Callable[[], Conversations | None],
+        begin: Callable[[], Conversations],
     ) -> Decoded:
-        """As `decode`, in this process; `follow` makes the later turns."""
+        """As `decode`, in this process, of the conversations that `begin`."""
         engine = self.engine_for(plan, target, algo, workload)
         ended = resumed.finished(self.folder, key) if self.folder.resumed and not key.round else {}
-        rest = resumed.still_to_do(first, ended, conversations := follow())
+        rest = (conversations := begin()).still_to_do(ended)
         # A decoding begins again where drafts depend on what was served before, where the task wants it whole, and
         # where the run ended between the last request and its times.
         if ended and (engine.parts.algorithm.learns or not self.keeps_parts or not rest):
             resumed.drop(self.folder, key)
-            ended, rest, conversations = {}, list(first), follow()
+            ended = {}
+            rest = (conversations := begin()).still_to_do(ended)
         title = key.method + (f", round {key.round + 1}" if key.round else "")
-        total = conversations.num_requests - len(ended) if conversations else len(rest)
+        total = conversations.num_requests - len(ended)
         record = partial(resumed.record, self.folder, key)
         with user_errors(EngineError):
             for request in rest:
@@ -183,26 +183,51 @@ class Task:
             failed = [completion.error for completion in timed.completions if completion.error]
             if failed and len(failed) == len(rest):
                 raise EngineError(f"all {len(rest)} requests failed; the first: {failed[0]}")
-        if conversations and conversations.num_too_long:
+        if conversations.num_too_long:
             early = counted(conversations.num_too_long, "conversation")
             told = f"warning: {key.method}: {early} ended early: the next turn is longer than the engine's context"
             self.console.print(told, style="yellow", highlight=False)
-        every = conversations.requests if conversations else first
+        every = conversations.requests
         completions = ended | {completion.request_id: completion for completion in timed.completions}
         generation = replace(timed, completions=[completions[request.id] for request in every])
-        made: Any = dict(requests=every, generation=generation, timed=timed, compiled=list(compiled))
-        decoded = Decoded.by(algo, engine, **made, process=self.folder.process)
+        algorithm = engine.parts.algorithm
+        decoded = Decoded(
+            algo=algo.name,
+            config=asdict(algo),
+            requests=every,
+            generation=generation,
+            timed=timed,
+            max_depth=algorithm.max_depth,
+            rule=algorithm.rule,
+            drafts_with_model=algorithm.needs_draft_model,
+            attention=dict(engine.parts.resources.backend.served),
+            compiled=list(compiled),
+            num_nodes=algorithm.num_nodes,
+            process=self.folder.process,
+        )
         self.folder.decodings.append(resumed.decoding_entry(key, decoded))
         return decoded
 
     def engine_for(self, plan: Plan, target: Target, algo: Any, workload: Workload) -> Engine:
-        """An engine that serves `workload`, without anything that earlier requests have left."""
-        return decoding.engine_of(plan, target, decoding.make_algorithm(plan, target, algo), workload.max_length)
+        """An engine that serves `workload`, without anything that earlier requests have left. A shared one serves all
+        prompt sets, and captures its steps once; engines of other settings are given up for it."""
+        if not self.shares_engines:
+            return decoding.engine_of(plan, target, decoding.make_algorithm(plan, target, algo), workload.max_length)
+        if plan.config.runtime != self._served:
+            self._engines.clear()
+            self._served = plan.config.runtime
+        key = repr(algo)
+        if key not in self._engines:
+            longest = max(each.max_length for each in plan.workloads)
+            algorithm = decoding.make_algorithm(plan, target, algo)
+            self._engines[key] = decoding.engine_of(plan, target, algorithm, longest)
+        self._engines[key].reset()
+        return self._engines[key]
 
-    def recorder(self, data: str, method: str, round_number: int = 0) -> Callable[[Completion], None]:
+    def recorder(self, data: str, method: str) -> Callable[[Completion], None]:
         """For a task that serves requests itself: a function that records each of them as it ends."""
         self._order.append((data, method))
-        return partial(resumed.record, self.folder, resumed.Key(data, method, round_number))
+        return partial(resumed.record, self.folder, resumed.Key(data, method))
 
     def requests_in_order(self) -> list[dict[str, Any]]:
         """The content of requests.jsonl at the end: decodings in the order of the task, and the requests of each."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from experiments.report.html_page import acceptance_lines, step_times
 from experiments.report.metrics import COMPARE
-from experiments.report.tables import Result
+from experiments.report.tables import Result, grouped
 from experiments.report.templates import section
 from experiments.tasks.base import Task
 
@@ -27,8 +27,7 @@ class Compare(Task):
 
     def sections(self, results: Sequence[Result]) -> list[str]:
         parts = []
-        for data in dict.fromkeys(result["data"] for result in results):
-            here = [result for result in results if result["data"] == data]
+        for (data,), here in grouped(results, ["data"]).items():
             parts.append(section(f"Acceptance by draft position, {data}", acceptance_lines(here)))
             parts.append(section(f"Time of a step, {data}", step_times(here)))
         return parts

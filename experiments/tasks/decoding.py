@@ -48,21 +48,6 @@ class Decoded:
     num_nodes: int  # nodes verified per step, the root included
     process: str = ""  # the process of the run whose clock the times are of; a run that is resumed has several
 
-    @classmethod
-    def by(cls, algo: Any, engine: Engine, **decoding: Any) -> Decoded:
-        """A decoding by `engine`, whose algorithm has the configuration `algo`."""
-        algorithm = engine.parts.algorithm
-        made = {
-            "algo": algo.name,
-            "config": asdict(algo),
-            "max_depth": algorithm.max_depth,
-            "rule": algorithm.rule,
-            "drafts_with_model": algorithm.needs_draft_model,
-            "attention": dict(engine.parts.resources.backend.served),
-            "num_nodes": algorithm.num_nodes,
-        }
-        return cls(**{**made, **decoding})
-
     @property
     def whole(self) -> bool:
         """Whether its times are of all requests."""

@@ -15,6 +15,7 @@ from algorithms.models.loading import Target
 TOP_K = 8  # the test samples from this many tokens, so that its cells are few and well filled
 MIN_CELLS, MIN_EXPECTED = 8, 5  # cells that a test should have, and draws that a cell must expect to be tested alone
 Outcome = tuple[int, ...]
+Distribution = dict[Outcome, float]
 
 
 def next_logits(target: Target, tokens: Sequence[int]) -> torch.Tensor:
@@ -26,7 +27,7 @@ def next_logits(target: Target, tokens: Sequence[int]) -> torch.Tensor:
         return model.logits(hidden[0, -1]).float()
 
 
-def pair_distribution(target: Target, request: Request, temperature: float) -> dict[Outcome, float]:
+def pair_distribution(target: Target, request: Request, temperature: float) -> Distribution:
     """Probability of each pair of first tokens under temperature and top-k; a stop token ends its outcome."""
 
     def following(tokens: Sequence[int]) -> list[tuple[int, float]]:
@@ -34,7 +35,7 @@ def pair_distribution(target: Target, request: Request, temperature: float) -> d
         return list(zip(top.indices.tolist(), top.values.double().softmax(0).tolist(), strict=True))
 
     prompt = request.prompt_ids
-    found: dict[Outcome, float] = {}
+    found: Distribution = {}
     for first, chance in following(prompt):
         for second, share in following([*prompt, first]):
             outcome = (first,) if first in request.ends else (first, second)
@@ -42,9 +43,7 @@ def pair_distribution(target: Target, request: Request, temperature: float) -> d
     return found
 
 
-def testable_distribution(
-    target: Target, request: Request, temperature: float, draws: int
-) -> tuple[float, dict[Outcome, float]]:
+def testable(target: Target, request: Request, temperature: float, draws: int) -> tuple[float, Distribution]:
     """(temperature, distribution), where the temperature is doubled until enough outcomes are expected often enough: a
     distribution of one outcome would test nothing."""
     for doubled in range(9):

@@ -29,7 +29,7 @@ from experiments.report.metrics import Difference, lossless_tone, num_faults
 from experiments.report.tables import DASH, Column, Metric, Result, at, columns, figure
 from experiments.tasks.base import Task
 from experiments.tasks.decoding import AUTOREGRESSIVE, Decoded, baseline_config
-from experiments.tasks.distribution import TOP_K, chi_square_p, filled_cells, testable_distribution
+from experiments.tasks.distribution import TOP_K, chi_square_p, filled_cells, testable
 from experiments.tasks.numerical_tie import lossless
 
 ALPHA = 1e-6  # a distribution test with a smaller p fails the run
@@ -39,6 +39,14 @@ SEED_STEP = 7919  # distance between the seeds of two turns
 
 def _identical(result: Result | None) -> str:
     return f"{result['identical']}/{result['checked']}" if result else DASH
+
+
+def _identical_tone(result: Result) -> str | None:
+    return lossless_tone({"lossless": result})
+
+
+def _low_precision(result: Result) -> str:
+    return _identical(result["low_precision"])
 
 
 def _first_flip(result: Result) -> str:
@@ -60,24 +68,13 @@ class IdentityResult(TypedDict):
     rule: Annotated[str, Metric("Acceptance rule.", "rule")]
     checked: int
     identical: Annotated[
-        int,
-        Metric(
-            "Requests whose tokens equal autoregressive decoding, over requests compared.",
-            "identical",
-            show=_identical,
-            tone=lambda result: lossless_tone({"lossless": result}),
-        ),
+        int, Metric("Requests with the baseline's tokens.", "identical", show=_identical, tone=_identical_tone)
     ]
     near_ties: int
     tokens: Annotated[int, Metric("Tokens that were compared.", "tokens", digits=0)]
     first_difference: Difference | None
     low_precision: Annotated[
-        dict[str, Any] | None,
-        Metric(
-            "The same in `task.low_precision`, greedy.",
-            "low precision",
-            show=lambda result: _identical(result["low_precision"]),
-        ),
+        dict[str, Any] | None, Metric("The same in `task.low_precision`, greedy.", "low precision", show=_low_precision)
     ]
     distribution: Annotated[
         dict[str, Any] | None,
@@ -270,17 +267,15 @@ class BackendChecks:
         requests, plain = self._low_baseline.requests, self._low_baseline.generation.completions
         ours = self._decode(algo, requests, *self._sizes[-1], low=True).generation.completions
         compared = list(zip(requests, ours, plain, strict=True))
-        found: dict[str, Any] = {
-            **lossless(self._task.low_precision_target, compared, grammars=self._workload.grammars)
-        }
+        found: Any = lossless(self._task.low_precision_target, compared, grammars=self._workload.grammars)
         first = found.pop("first_difference")
-        return found | {"first": first, "gap": first and first["gap"]}
+        return {**found, "first": first, "gap": first and first["gap"]}
 
     def _distribution(self, algo: Any) -> dict[str, Any]:
         """The first two tokens of many seeds, sampled with no other parameters than temperature and top-k."""
         request = min(self._workload.requests, key=lambda r: len(r.prompt_ids))
         draws, wanted = self._settings.distribution_draws, self._settings.temperature
-        temperature, expected = testable_distribution(self._task.target, request, wanted, draws)
+        temperature, expected = testable(self._task.target, request, wanted, draws)
         sampling = SamplingParams(max_new_tokens=2, temperature=temperature, top_k=TOP_K)
         bare = Request(0, request.prompt_ids, sampling, request.eos_token_ids)
         requests = [replace(bare.with_sampling(seed=i), id=i) for i in range(draws)]

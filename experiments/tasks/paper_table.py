@@ -5,26 +5,22 @@ requests with the same seeds; at temperature 0 all seeds are one. Throughput is 
 """
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from rich.console import Console
-
-from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from algorithms.frontend import SEED_STRIDE
-from algorithms.models.loading import Target
 from experiments.app.files import json_lines
 from experiments.app.plan import Plan
 from experiments.app.workload import Workload
 from experiments.report.intervals import wilson
 from experiments.report.metrics import MethodResult
 from experiments.report.pivot import Estimate, Figure, Pivot, csv_text, html, latex, markdown, over_seeds, with_average
-from experiments.report.tables import Metric, Result, columns
+from experiments.report.tables import Metric, Result, columns, grouped
 from experiments.report.templates import section
 from experiments.tasks import resumed
 from experiments.tasks.compare import Compare
-from experiments.tasks.decoding import AUTOREGRESSIVE, engine_of, make_algorithm
+from experiments.tasks.decoding import AUTOREGRESSIVE
 from experiments.tasks.throughput import at_concurrency
 
 SPEEDUP, TOKENS = Figure("speedup", unit="×"), Figure("tokens/step")
@@ -44,15 +40,11 @@ class PaperTable(Compare):
     """`task=compare` over temperatures, seeds and concurrencies."""
 
     keeps_parts = False  # a cell needs the times of all requests
+    shares_engines = True
     columns = columns(
         PaperResult, "temperature", "seed", "concurrency", "data", "method", "speedup_decode", "tokens_per_step",
         "acceptance_at", "wall_tokens_per_s", "lossless", "compiled", wide=("seed", "compiled"),
     )  # fmt: skip
-
-    def __init__(self, plan: Plan, target: Target, console: Console) -> None:
-        super().__init__(plan, target, console)
-        self._engines: dict[str, Engine] = {}
-        self._batch = plan.config.runtime.max_batch
 
     def measure(self) -> Sequence[Result]:
         task = self.plan.config.task
@@ -64,18 +56,6 @@ class PaperTable(Compare):
         for concurrency in task.concurrency:
             results += self._throughput(concurrency)
         return results
-
-    def engine_for(self, plan: Plan, target: Target, algo: Any, workload: Workload) -> Engine:
-        """One engine for each method, which captures its steps once for all prompt sets, temperatures and rounds."""
-        if plan.config.runtime.max_batch != self._batch:
-            self._engines.clear()
-            self._batch = plan.config.runtime.max_batch
-        key = repr(algo)
-        if key not in self._engines:
-            longest = max(each.max_length for each in self.plan.workloads)
-            self._engines[key] = engine_of(plan, target, make_algorithm(plan, target, algo), longest)
-        self._engines[key].reset()
-        return self._engines[key]
 
     def _compared(
         self,
@@ -119,15 +99,16 @@ class PaperTable(Compare):
 
     def files(self, results: Sequence[Result], conditions: Mapping[str, Any]) -> dict[str, Any]:
         tables = paper_tables(results)
-        texts = {f"{name}.md": markdown(pivots) for name, pivots in tables.items()}
-        texts |= {f"{name}.csv": csv_text(pivots) for name, pivots in tables.items()}
         model = self.plan.model_label
         captions = {
             "table": f"Speedup over autoregressive decoding and tokens per step, {model}.",
             "acceptance": f"Share of drafts that are accepted if all before them are, by position, {model}.",
             "throughput": f"Output tokens per second by number of concurrent requests, {model}.",
         }
-        texts |= {f"{name}.tex": latex(pivots, captions[name], f"tab:{name}") for name, pivots in tables.items()}
+        texts = {}
+        for name, pivots in tables.items():
+            texts[f"{name}.md"], texts[f"{name}.csv"] = markdown(pivots), csv_text(pivots)
+            texts[f"{name}.tex"] = latex(pivots, captions[name], f"tab:{name}")
         lines = json_lines({**conditions, **result} for result in results)
         return {**texts, **figures(tables), f"{self.plan.config.task.name}.jsonl": lines}
 
@@ -144,19 +125,18 @@ def paper_tables(results: Sequence[Result]) -> dict[str, list[Pivot]]:
     alone = [result for result in results if result["concurrency"] is None]
     served = [result for result in results if result["concurrency"] is not None]
     tables: dict[str, list[Pivot]] = {"table": [], "acceptance": []}
-    for temperature in dict.fromkeys(result["temperature"] for result in alone):
-        here = [result for result in alone if result["temperature"] == temperature]
+    for (temperature,), here in grouped(alone, ["temperature"]).items():
         cells = {
             key: [_estimate(group, "speedup_decode"), _estimate(group, "tokens_per_step")]
-            for key, group in _grouped(here, "data").items()
+            for key, group in grouped(here, ["method", "data"]).items()
             if all(each["speedup_decode"] is not None and each["tokens_per_step"] is not None for each in group)
         }
         title = f"Temperature {temperature:g}"
         tables["table"].append(with_average(Pivot(title, (SPEEDUP, TOKENS), cells)))
         tables["acceptance"].append(Pivot(title, (ACCEPTANCE,), _by_position(here)))
     if served:
-        groups = _grouped([result for result in served if result["wall_tokens_per_s"]], "concurrency")
-        rates = {key: [_estimate(group, "wall_tokens_per_s")] for key, group in groups.items()}
+        groups = grouped([result for result in served if result["wall_tokens_per_s"]], ["method", "concurrency"])
+        rates = {(method, str(at)): [_estimate(each, "wall_tokens_per_s")] for (method, at), each in groups.items()}
         tables["throughput"] = [Pivot("Tokens/s by concurrent requests", (RATE,), rates)]
     return tables
 
@@ -176,13 +156,9 @@ def figures(tables: Mapping[str, Sequence[Pivot]]) -> dict[str, bytes]:
             plot = drawing.add_subplot(1, len(pivots), place + 1, title=pivot.title, xlabel=axes)
             plot.set_ylabel(pivot.figures[0].name)
             for row in pivot.rows:
-                points = [
-                    (column, pivot.cells[row, column][0]) for column in pivot.columns if (row, column) in pivot.cells
-                ]
-                halves = [estimate.half or 0.0 for _, estimate in points]
-                plot.errorbar(
-                    [name for name, _ in points], [each.value for _, each in points], halves, label=row, capsize=2
-                )
+                points = {column: cell[0] for (name, column), cell in pivot.cells.items() if name == row}
+                values, halves = zip(*((each.value, each.half or 0.0) for each in points.values()), strict=True)
+                plot.errorbar(list(points), values, halves, label=row, capsize=2)
             plot.legend(fontsize=7)
         content = io.BytesIO()
         drawing.savefig(content, format="pdf", metadata={"CreationDate": None})
@@ -190,17 +166,10 @@ def figures(tables: Mapping[str, Sequence[Pivot]]) -> dict[str, bytes]:
     return drawn
 
 
-def _grouped(results: Iterable[Result], across: str) -> dict[tuple[str, str], list[Result]]:
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault((result["method"], str(result[across])), []).append(result)
-    return groups
-
-
 def _by_position(results: Sequence[Result]) -> dict[tuple[str, str], list[Estimate]]:
     """Acceptance in percent at each position, over all prompt sets and seeds together."""
     cells = {}
-    for (method, _), group in _grouped([{**result, "all": ""} for result in results], "all").items():
+    for (method,), group in grouped(results, ["method"]).items():
         counts = [result["acceptance"] for result in group]
         for place in range(POSITIONS):
             accepted, rejected = (

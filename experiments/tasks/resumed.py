@@ -14,13 +14,13 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from algorithms.engine.request import Completion, Request
+from algorithms.engine.request import Completion
 from algorithms.engine.session import Generation
 from algorithms.step.runner import GraphReport
 from experiments.app.files import locked, read_object, to_json, write_whole
 from experiments.app.identity import digest
 from experiments.app.plan import Plan
-from experiments.app.provenance import git_revision, machine, versions
+from experiments.app.provenance import measured_on
 from experiments.app.workload import Conversations, Workload
 from experiments.report.run_folder import RunFolder
 from experiments.tasks.decoding import Decoded
@@ -61,32 +61,17 @@ def completions(entries: Iterable[Mapping[str, Any]]) -> dict[int, Completion]:
     return {e["id"]: Completion(e["id"], **{name: e[name] for name in names if name in e}) for e in entries}
 
 
-def rebuilt(
-    entry: Mapping[str, Any],
-    done: Mapping[int, Completion],
-    requests: Sequence[Request],
-    conversations: Conversations | None,
-) -> Decoded | None:
-    """The decoding of `decoding_entry`, whose `requests`, and the later turns of theirs, ended as `done`; None where
-    one did not."""
-    if still_to_do(requests, done, conversations):
+def rebuilt(entry: Mapping[str, Any], done: Mapping[int, Completion], conversations: Conversations) -> Decoded | None:
+    """The decoding of `decoding_entry`, whose requests ended as `done`; None where one did not."""
+    if conversations.still_to_do(done):
         return None
-    requests = conversations.requests if conversations else requests
+    requests = conversations.requests
     figures = {f.name: entry[f.name] for f in fields(Decoded) if f.name in entry and f.name not in NOT_KEPT}
     ended, seen, times = [done[request.id] for request in requests], set(entry["timed_requests"]), entry["times"]
     graphs: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in times["graphs"].items()}
     whole = Generation(**{**times, "graphs": GraphReport(**graphs), "completions": ended})
     part = replace(whole, completions=[completion for completion in ended if completion.request_id in seen])
     return Decoded(requests=requests, generation=whole, timed=part, **figures)
-
-
-def still_to_do(
-    requests: Sequence[Request], ended: Mapping[int, Completion], conversations: Conversations | None
-) -> list[Request]:
-    """Those of `requests` that have not ended, and the next turns of conversations whose last turn has."""
-    rest = [request for request in requests if request.id not in ended]
-    follow = [conversations(ended[number]) for number in sorted(ended)] if conversations else []
-    return rest + [request for request in follow if request is not None and request.id not in ended]
 
 
 def record(folder: RunFolder, key: Key, completion: Completion) -> None:
@@ -126,12 +111,10 @@ def take_over(folder: RunFolder, key: Key, decoded: Decoded) -> None:
     folder.decodings.append(decoding_entry(key, decoded))
 
 
-def restored(
-    folder: RunFolder, key: Key, requests: Sequence[Request], conversations: Conversations | None
-) -> Decoded | None:
+def restored(folder: RunFolder, key: Key, conversations: Conversations) -> Decoded | None:
     """The decoding as it was finished before; None if it was not."""
     entry = next((entry for entry in folder.decodings.entries if key.fits(entry)), None)
-    return rebuilt(entry, finished(folder, key), requests, conversations) if entry else None
+    return rebuilt(entry, finished(folder, key), conversations) if entry else None
 
 
 BASELINES = "baselines"
@@ -145,26 +128,20 @@ class BaselineStore:
         self._used: Counter[str] = Counter()
 
     def shared(
-        self,
-        plan: Plan,
-        workload: Workload,
-        requests: Sequence[Request],
-        conversations: Conversations | None,
-        decode: Callable[[], Decoded],
+        self, plan: Plan, workload: Workload, conversations: Conversations, decode: Callable[[], Decoded]
     ) -> tuple[Decoded, bool]:
-        """(the decoding of `requests`, by `decode` unless it is stored; whether it was stored)."""
+        """(the decoding of `conversations`, by `decode` unless it is stored; whether it was stored)."""
         config, hardware = plan.config, plan.hardware
-        what = [list(requests), workload.prompts.prompts if conversations else None, workload.max_length]
+        what = [list(conversations.first), list(conversations.prompts), workload.max_length]
         how = [str(plan.target.path), asdict(hardware), asdict(config.runtime), asdict(config.backend), plan.graph]
-        name = digest([what, how, machine(hardware.device), git_revision(), versions()])
+        name = digest([what, how, measured_on(hardware.device)])
         self._used[name] += 1
         path = self._folder / f"{name}-{self._used[name]}.json"
         self._folder.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock"), wait=True):
             stored = read_object(path)
-            if stored and (
-                found := rebuilt(stored["decoding"], completions(stored["requests"]), requests, conversations)
-            ):
+            found = stored and rebuilt(stored["decoding"], completions(stored["requests"]), conversations)
+            if found:
                 return found, True
             decoded = decode()
             if decoded.whole:

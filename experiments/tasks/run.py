@@ -75,7 +75,8 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
         folder.requests.replace(task.requests_in_order())
         notes = task.warnings(results)
         summary = _write(task, composed, typed, results, notes)
-        notes += tracker.finish(summary, task.best(results))
+        best = task.best(results)
+        notes += tracker.finish(summary, best)
     console.print(console_table(task.title, task.columns, results), crop=False)
     task.show(results)
     if hardware.device == "cpu":
@@ -85,7 +86,7 @@ def run_task(config: RunConfig, composed: DictConfig) -> float:
     say(f"report: {folder.path / REPORT}")
     if summary["failures"]:
         raise NotLossless("\n".join(["not lossless", *summary["failures"]]))
-    return task.value(results)
+    return float(best.get(task.objective) or 0.0)
 
 
 def _write(

@@ -15,7 +15,7 @@ from experiments.app.plan import Plan
 from experiments.app.workload import Workload
 from experiments.report.metrics import THROUGHPUT, ThroughputResult
 from experiments.report.summarize import quantiles
-from experiments.report.tables import Result
+from experiments.report.tables import Result, grouped
 from experiments.report.templates import Series, chart, section
 from experiments.tasks.base import Task
 
@@ -56,11 +56,10 @@ class Throughput(Task):
         return found
 
     def sections(self, results: Sequence[Result]) -> list[str]:
-        points: dict[str, list[tuple[float, float]]] = {}
-        for result in results:
-            rate = result["wall_tokens_per_s"] or 0.0
-            points.setdefault(result["method"], []).append((float(result["concurrency"]), rate))
-        series = [Series(method, of_method) for method, of_method in points.items()]
+        series = [
+            Series(method, [(float(each["concurrency"]), each["wall_tokens_per_s"] or 0.0) for each in lines])
+            for (method,), lines in grouped(results, ["method"]).items()
+        ]
         drawn = chart(series, "wall tokens per second", ("requests at a time", "wall tokens/s"))
         return [section("Tokens per second", drawn)]
 
@@ -74,11 +73,9 @@ def at_concurrency(plan: Plan, workload: Workload, concurrency: int) -> tuple[Pl
 
 def repeated(requests: Sequence[Request], count: int) -> list[Request]:
     """`count` requests: the prompts again and again, each time with another seed."""
-    rounds = [(turn, request) for turn in range(-(-count // len(requests))) for request in requests][:count]
-    return [
-        replace(r.with_sampling(seed=r.sampling.seed + turn * len(requests)), id=i)
-        for i, (turn, r) in enumerate(rounds)
-    ]
+    distinct = len(requests)
+    chosen = [(i, i - i % distinct, requests[i % distinct]) for i in range(count)]
+    return [replace(r.with_sampling(seed=r.sampling.seed + before), id=i) for i, before, r in chosen]
 
 
 def inter_token_ms(completions: Sequence[Completion]) -> list[float]:

@@ -5,13 +5,15 @@ fractions: it warms up, stays, and falls linearly to zero over the last part (WS
 step, so a resumed run equals an uninterrupted one. At the end the model is the best one that was evaluated.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,11 @@ from algorithms.checked import Between, Checked
 from algorithms.engine.settings import LARGEST_INT32
 from algorithms.models.experts.module import ExpertTensors
 from experiments.app.files import whole_file
+from experiments.app.hardware import chosen_device
 from experiments.training.parallel import Replicas, local_device
+
+if TYPE_CHECKING:
+    from experiments.training.objectives.base import Objective
 
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
@@ -63,15 +69,11 @@ class TrainSettings(Checked):
         if self.minutes is None and self.steps is None:
             raise ValueError("train.minutes, train.steps: expected one of them at least, got none")
         super().__post_init__()
-        if self.device == "auto":
-            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = chosen_device(self.device, "train.device")
         try:
-            kind = torch.device(self.device).type
+            self.device = local_device(str(torch.device(device)))
         except RuntimeError as error:
             raise ValueError(f"train.device: expected auto, cpu or cuda, got {self.device!r}") from error
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ValueError("train.device=cuda, but torch sees no CUDA device; use train.device=cpu")
-        self.device = local_device(self.device)
 
     @property
     def on_gpu(self) -> bool:
@@ -111,25 +113,15 @@ def schedule(progress: float, settings: TrainSettings) -> float:
 
 
 class Trainer:
-    """Runs `loss_of(number, progress)` over batch numbers 0, 1, … until the budget is spent. `progress` is the share
-    spent. `loss_of` returns the loss and its number of tokens; `evaluate` returns held-out figures, and `score` reduces
-    them to one, the lower the better, or None to keep the last model."""
+    """Runs the loss of an objective over batch numbers 0, 1, … until the budget is spent."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        settings: TrainSettings,
-        folder: Path,
-        loss_of: Callable[[int, float], tuple[Tensor, int]],
-        evaluate: Callable[[], Mapping[str, float]],
-        score: Callable[[Mapping[str, float]], float | None] = lambda figures: None,
-        replicas: Replicas | None = None,
+        self, objective: Objective, settings: TrainSettings, folder: Path, replicas: Replicas | None = None
     ) -> None:
-        self.model, self.settings, self.folder = model, settings, folder
-        self.loss_of, self.evaluate, self.score = loss_of, evaluate, score
+        self.objective, self.model, self.settings, self.folder = objective, objective.model, settings, folder
         self.replicas = replicas or Replicas()
-        self.replicas.share(model)
-        self.optimizers = build_optimizers(model, settings)
+        self.replicas.share(self.model)
+        self.optimizers = build_optimizers(self.model, settings)
         self.base_lrs = [group["lr"] for o in self.optimizers for group in o.param_groups]
         self.step, self.tokens, self.elapsed_s, self._clock_s = 0, 0, 0.0, 0.0
         self.best: tuple[float, int] | None = None  # score and step of the best model, which lies in the folder
@@ -183,7 +175,7 @@ class Trainer:
         for group, base in zip(groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
         with self.settings.precision():
-            loss, tokens = self.loss_of(self.step * self.replicas.world + self.replicas.rank, progress)
+            loss, tokens = self.objective.loss(self.step * self.replicas.world + self.replicas.rank, progress)
         loss.backward()
         self.replicas.average(self.model.parameters())
         # Every process must read the same clock, or their schedules and ends would differ.
@@ -212,9 +204,9 @@ class Trainer:
             return {}
         self.model.eval()
         with torch.no_grad(), self.settings.precision():
-            figures = dict(self.evaluate())
+            figures = dict(self.objective.held_out())
         self.model.train()
-        score = self.score(figures)
+        score = self.objective.score(figures)
         if score is not None and (self.best is None or score < self.best[0]):
             self.best = score, self.step
             self._store({"model": self.model.state_dict()}, BEST)

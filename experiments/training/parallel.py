@@ -48,11 +48,6 @@ class Replicas:
         options._timeout = LONGEST_WAIT
         return cls(rank, world, dist.ProcessGroupNCCL(store, rank, world, options), store, own)
 
-    def renamed(self, name: str) -> Replicas:
-        """The same processes, with a clock of their own for the run `name`."""
-        store = None if self._store is None else dist.PrefixStore(name, self._store)
-        return Replicas(self.rank, self.world, self._group, store, self._device)
-
     @property
     def is_first(self) -> bool:
         """Whether this process evaluates and writes."""

@@ -87,9 +87,8 @@ class ServedEvaluation:
         room = self.target.config.max_position_embeddings - self.settings.max_new_tokens
         fitting = [tuple(ids) for ids in prompts[: self.settings.limit] if len(ids) <= room]
         sampling = SamplingParams(max_new_tokens=self.settings.max_new_tokens)
-        self.requests[name] = [
-            Request(number, ids, sampling, self.tokenizer.eos_ids) for number, ids in enumerate(fitting)
-        ]
+        ends = self.tokenizer.eos_ids
+        self.requests[name] = [Request(number, ids, sampling, ends) for number, ids in enumerate(fitting)]
 
     def measure(self, methods: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         """Tokens per step and acceptance by position, by set and label, served by the algorithms of `methods` with the

@@ -174,7 +174,7 @@ def test_prompt_sets_are_not_compared_with_each_other(tmp_path: Path) -> None:
         (["nowhere"], "nowhere: no such folder"),
         (["."], "is no sweep"),
         (["a", "metric=x"], "unknown key 'metric'"),
-        (["a", "metrics=speed"], "no job has the figure 'speed'"),
+        (["a", "metrics=speed"], "unknown key 'speed'"),
         (["a", "x=algo.topc"], "unknown key 'algo.topc'"),
         (["a", "where=algo=ngram"], "no job is left"),
         (["a", "x=algo"], "algo has no numbers"),

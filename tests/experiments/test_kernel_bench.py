@@ -352,7 +352,7 @@ def test_the_command_writes_rows_with_provenance(
     assert "say nothing about a GPU" in " ".join(capsys.readouterr().out.split())
     row = json.loads((tmp_path / "results.jsonl").read_text())
     assert row["status"] == "ok" and row["median_us"] > 0 and row["config"]["repeats"] == 2
-    assert {"machine", "versions", "git_revision", "platform", "clock", "cache", "device", "dtype"} <= row.keys()
+    assert {"machine", "versions", "revision", "clock", "cache", "device", "dtype"} <= row.keys()
 
 
 @pytest.mark.parametrize(

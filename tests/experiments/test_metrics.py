@@ -240,7 +240,7 @@ def test_speedups_of_rounds_are_taken_within_each_round() -> None:
 
 def test_times_that_cannot_be_trusted_are_called_out() -> None:
     fine = {"rounds": {"decode_tokens_per_s": [100.0, 110.0]}, "speedup_decode": 2.9, "tokens_per_step": 3.0}
-    assert checks._time_warnings(fine) == []
+    assert list(checks._time_warnings(fine)) == []
     spread = fine | {"rounds": {"decode_tokens_per_s": [100.0, 130.0, 100.0]}}
     (told,) = checks.warnings_of_all([("a", fine), ("b", spread), ("c", spread), ("d", {})])
     assert "differ by more than 20% of their mean between rounds (b: 27%; c: 27%): end other programs" in told

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -38,7 +39,8 @@ from experiments.app import compose as app_compose
 from experiments.app.errors import UserError
 from experiments.app.schema import ModelConfig
 from experiments.data import code
-from experiments.training import comparison
+from experiments.sweep import frame
+from experiments.sweep.folder import SweepFolder
 from experiments.training import corpus as corpus_module
 from experiments.training.batches import Continuation, ResponseSet, Text, TrainingBatch, shifted
 from experiments.training.corpus import ASSISTANT, END, IGNORED, SPECIAL_TOKENS, USER, train_tokenizer
@@ -69,6 +71,7 @@ from experiments.training.parallel import Replicas
 from experiments.training.served import EvaluationSettings, engine_of
 from experiments.training.text import prompt_sources as prompts_module
 from experiments.training.text.prompt_sources import KindSettings, TextSettings
+from tests.experiments.forked import fork_workers
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 6
@@ -397,67 +400,53 @@ def test_a_few_steps_lower_the_loss(shipped_shape: Path, tmp_path: Path, name: s
     assert losses[-1] < losses[0] - 0.01
 
 
-def _list_of(target: Path, folder: Path, *words: str) -> list[str]:
-    """A command line for two drafters of `target`, small."""
-    return [
-        "drafter=[dspark,eagle3]", "model=local", f"model.path={target}", "text=tiny", f"out_dir={folder}",
-        f"text.folder={target.parent / 'text'}", "~text.kinds.functions", "text.kinds.arithmetic.count=6",
-        "text.kinds.windows.count=6", "text.kinds.arithmetic.answer_tokens=12", "text.kinds.windows.answer_tokens=12",
-        "text.kinds.windows.prompt_tokens=48", "text.validation=3", "text.shard=4", "text.batch=4",
-        "evaluation.sets=[]", "evaluation.limit=2", "evaluation.max_new_tokens=6", "batch.tokens=256",
-        "batch.evaluation_tokens=128", "train.threads=1", "train.device=cpu", "dspark.drafter.block_size=4",
-        "dspark.drafter.markov_rank=4", "dspark.drafter.target_layer_ids=[1]", *words,
-    ]  # fmt: skip
+SWEEP = (
+    "text=tiny", "~text.kinds.functions", "text.kinds.arithmetic.count=6", "text.kinds.windows.count=6",
+    "text.kinds.arithmetic.answer_tokens=12", "text.kinds.windows.answer_tokens=12",
+    "text.kinds.windows.prompt_tokens=48", "text.validation=3", "text.shard=4", "text.batch=4",
+    "evaluation.sets=[]", "evaluation.limit=2", "evaluation.max_new_tokens=6", "batch.tokens=256",
+    "batch.evaluation_tokens=128", "train.threads=1", "train.device=cpu", "train.steps=2",
+)  # fmt: skip
 
 
-def test_a_list_of_drafters_learns_from_the_same_tokens(shipped_shape: Path, tmp_path: Path, capsys: Any) -> None:
-    app_compose.register()
-    words = _list_of(shipped_shape, tmp_path, "train.steps=2")
-    comparison.compare(words, program.run)
-    names = ["dspark", "eagle3"]
-    summaries = [json.loads((tmp_path / name / "training_summary.json").read_text()) for name in names]
-    assert len({summary["tokens"] for summary in summaries}) == 1 and {each["steps"] for each in summaries} == {2}
-    assert {(tmp_path / name / "text.json").read_text() for name in names} == {
-        (tmp_path / "dspark" / "text.json").read_text()
-    }
-    table = (tmp_path / "drafters.md").read_text()
-    assert [line.split(" | ")[0].strip("| ") for line in table.splitlines()] == [
-        "drafter", "---", *["dspark"] * 2, *["eagle3"] * 3,
-    ]  # fmt: skip
-    assert "tokens/step arithmetic | tokens/step windows" in table, "held-out prompts of the text, without sets"
-    assert f"| dspark | {summaries[0]['parameters']:,} | {summaries[0]['tokens']:,} | " in table
-    again = Mock(return_value=summaries[1])
-    comparison.compare(words, again)
-    assert not again.called and (tmp_path / "drafters.md").read_text() == table
-    comparison.compare([*words, "eagle3.chain.steps=2"], again)
-    assert [call.args[0].out_dir for call in again.call_args_list] == [str(tmp_path / "eagle3")]
-    assert again.call_args.args[0].chain.steps == 2
+def test_drafters_of_a_sweep_learn_from_the_same_tokens(
+    shipped_shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A job that is done is not trained again, one that was killed goes on from its checkpoint."""
+    fork_workers(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    where = ["model=local", f"model.path={shipped_shape}", f"text.folder={shipped_shape.parent / 'text'}"]
+
+    def sweep(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["train.py", "-m", "sweep=two", *where, *SWEEP, *words])
+        with pytest.raises(SystemExit) as ended:
+            program.main()
+        return int(ended.value.code or 0)
+
+    dspark = ("drafter=dspark", "drafter.block_size=4", "drafter.markov_rank=4", "drafter.target_layer_ids=[1]")
+    assert sweep(*dspark) == 0 and sweep("drafter=eagle3,peagle", "chain.steps=2") == 0
+    folder = SweepFolder(tmp_path / "outputs/sweeps/two")
+    records = folder.records()
+    lines, keys = frame.read([folder])
+    assert [line["drafter"] for line in lines] == ["dspark"] * 4 + ["eagle3"] * 4 + ["peagle"] * 4 and "method" in keys
+    assert {line["data"] for line in lines} == {"arithmetic", "windows"}, "held-out prompts of the text, without sets"
+    assert len({line["training_tokens"] for line in lines}) == 1 and all(line["tokens_per_step"] for line in lines)
+    assert len({(folder.path / record.id / "text.json").read_text() for record in records}) == 1
+    assert records[0].value is not None
+    for name in ("summary.json", "training_summary.json"):
+        (folder.path / records[0].id / name).unlink()
+    checkpoint = (folder.path / records[0].id / "checkpoint.pt").stat().st_mtime_ns
+    rows = (folder.path / records[0].id / "training.jsonl").read_text()
+    assert sweep(*dspark) == 0
+    assert (folder.path / records[0].id / "checkpoint.pt").stat().st_mtime_ns > checkpoint
+    assert (folder.path / records[0].id / "training.jsonl").read_text() == rows
 
 
-def test_drafters_of_a_list_take_the_first_ones_text(tmp_path: Path) -> None:
-    (tmp_path / "second").mkdir()
-    (tmp_path / "second" / "text.json").write_text("[]")
-    folders = [tmp_path / name for name in ("first", "second")]
-    comparison.share_text(folders, folders[0], Replicas())
-    assert (folders[0] / "text.json").read_text() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("drafter=[dflash,target] train.steps=3", "expected names of dflash, dflash2, domino, draft"),
-        ("drafter=[dflash,dflash] train.steps=3", "each once"),
-        ("drafter=[dflash,eagle3]", "train.steps=…"),
-        ("drafter=[dflash,eagle3] train.steps=3 train.minutes=4", "no train.minutes"),
-        ("drafter=[dflash,eagle3] train.steps=3 --cfg=job", "settings alone, got the option --cfg=job"),
-        ("drafter=[dflash,eagle3] train.steps=3 chain.steps=4", "drafter=dflash: unknown key 'chain'"),
-    ],
-)
-def test_a_list_of_drafters_with_a_mistake(words: str, message: str) -> None:
-    app_compose.register()
-    with pytest.raises(UserError) as caught:
-        comparison.settings_of(words.split())
-    assert message in str(caught.value)
+def _toy_objective(model: torch.nn.Module, scale: float = 1.0, **parts: Any) -> Any:
+    """An objective that pulls the model to zero, or as `parts` say."""
+    loss = lambda number, progress: (scale * model(torch.ones(1)).sum(), 1)  # noqa: E731
+    return SimpleNamespace(**{"model": model, "loss": loss, "held_out": dict, "score": lambda found: None, **parts})
 
 
 def test_best_model_is_what_is_exported(tmp_path: Path) -> None:
@@ -470,17 +459,14 @@ def test_best_model_is_what_is_exported(tmp_path: Path) -> None:
         return next(figures)
 
     settings = _settings(steps=3, eval_every_steps=1)
-    parts = lambda number, progress: (model(torch.ones(1)).sum(), 1), evaluate, lambda found: found["miss"]  # noqa: E731
-    trainer = Trainer(model, settings, tmp_path, *parts)
+    objective = _toy_objective(model, held_out=evaluate, score=lambda found: found["miss"])
+    trainer = Trainer(objective, settings, tmp_path)
     trainer.run()
     assert trainer.restore_best() == 2 and float(model.weight.detach()) == seen[1] != seen[2]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
-    model = torch.nn.Linear(1, 1)
-    trainer = Trainer(
-        model, _settings(), tmp_path, lambda number, progress: (model(torch.ones(1)).sum() * torch.nan, 1), dict
-    )
+    trainer = Trainer(_toy_objective(torch.nn.Linear(1, 1), torch.nan), _settings(), tmp_path)
     with pytest.raises(ValueError, match="the loss of steps 1 to 1 is not finite"):
         trainer.run()
 
@@ -531,8 +517,7 @@ def _train_in_two_parts(patch: pytest.MonkeyPatch, config: Any) -> None:
 
     def interrupted(trainer: Trainer) -> None:
         run(trainer, trainer.settings.steps // 2)
-        parts = trainer.model, trainer.settings, trainer.folder, trainer.loss_of, trainer.evaluate, trainer.score
-        continued = Trainer(*parts)
+        continued = Trainer(trainer.objective, trainer.settings, trainer.folder)
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.zero_()  # only the checkpoint can bring the weights back
@@ -808,10 +793,9 @@ def test_schedule_warms_up_stays_and_falls_to_zero() -> None:
         ({"device": "gpu0"}, "train.device: expected auto, cpu or cuda, got 'gpu0'"),
     ],
 )
-def test_settings_out_of_range_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    model = torch.nn.Linear(2, 2)
+def test_settings_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Trainer(model, _settings(**changes), tmp_path, lambda step, progress: (torch.zeros(()), 1), dict)
+        _settings(**changes)
 
 
 @pytest.mark.parametrize("name", list(SCHEMAS))

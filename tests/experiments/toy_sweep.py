@@ -23,7 +23,7 @@ WAIT, ENDING, NAME = "TOY_WAIT_S", "TOY_ENDING", "toy_sweep"
 LOGS = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
 HYDRA = {
     "output_subdir": None,
-    "run": {"dir": "${run_folder:outputs,toy,now}"},
+    "run": {"dir": "${run_folder:outputs/toy/now,outputs}"},
     "sweep": {"dir": "outputs/sweeps/${sweep.name}", "subdir": "${job_id:}"},
 }
 

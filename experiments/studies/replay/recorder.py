@@ -25,8 +25,8 @@ from algorithms.mixed import Wrapper
 from algorithms.models.loading import Target
 from algorithms.step.sampling_params import SamplingParams
 from experiments.app.errors import user_errors
-from experiments.app.files import read_json_lines
 from experiments.app.plan import Plan
+from experiments.data.prompt_files import read_records
 from experiments.report.metrics import AcceptanceFigures
 from experiments.report.run_folder import REQUESTS
 from experiments.report.summarize import acceptance_figures
@@ -170,8 +170,8 @@ def read_trace(folder: str, data: str, requests: Sequence[Request]) -> list[Reco
     Raises ValueError where the folder has no outputs, or outputs for other prompts."""
     path = Path(folder) / REQUESTS
     try:
-        entries = read_json_lines(path)
-    except (OSError, ValueError) as error:
+        entries = [record.fields for record in read_records(path)]
+    except ValueError as error:
         raise ValueError(f"task.trace: expected the folder of a run with {REQUESTS}, got {folder}: {error}") from error
     entries = [entry for entry in entries if entry.get("data", data) == data]
     first = entries[0].get("method") if entries else None

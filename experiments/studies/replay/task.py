@@ -26,9 +26,7 @@ class ReplayResult(AcceptanceFigures):
     data: Annotated[str, Metric("Prompt set.")]
     method: Annotated[str, Metric("Label of the method, or of a bound.", "method")]
     kind: Annotated[str, Metric("baseline, method, oracle or perfect.", "kind")]
-    num_nodes: Annotated[
-        int | None, Metric("Nodes verified per request and step, the root included.", "nodes", digits=0)
-    ]
+    num_nodes: Annotated[int | None, Metric("Nodes verified per request and step, root included.", "nodes", digits=0)]
 
 
 class Replay(Task):

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import MISSING
 from torch import Tensor
 
-from experiments.app.schema import ModelConfig, PathsConfig
+from experiments.app.schema import ModelConfig, PathsConfig, SweepConfig
 from experiments.training.loop import TrainSettings
 from experiments.training.parallel import Replicas
 from experiments.training.served import EvaluationSettings
@@ -60,6 +60,7 @@ class TrainingConfig:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     paths: PathsConfig = field(default_factory=PathsConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def build(self, replicas: Replicas) -> Objective:
         """A fresh model and its objective; other files than the weights are written to `out_dir`."""

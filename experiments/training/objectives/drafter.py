@@ -220,9 +220,7 @@ class DrafterObjective(Objective):
         tokens = steps = 0
         for batch in responses.in_order():
             table = torch.cat([batch.starts[:, None], batch.lengths[:, None], self.leading(batch)], dim=1)
-            steps += sum(
-                num_steps(leading, start, length, self.draft_len) for start, length, *leading in table.tolist()
-            )
+            steps += sum(num_steps(right, start, length, self.draft_len) for start, length, *right in table.tolist())
             tokens += batch.num_tokens
         return tokens / steps
 

@@ -224,10 +224,8 @@ def open_prompts(kind: KindSettings, tokenizer: Tokenizer, seed: int, validation
 
 
 def _arithmetic(kind: KindSettings, tokenizer: Tokenizer, rng: random.Random, validation: int) -> Splits:
-    splits = [
-        problems(rng.randrange(1 << 31), count, split)
-        for split, count in (("heldout", validation), ("train", kind.count))
-    ]
+    counts = {"heldout": validation, "train": kind.count}
+    splits = [problems(rng.randrange(1 << 31), count, split) for split, count in counts.items()]
     held_out, training = ([_encoded(problem.question, kind, tokenizer) for problem in each] for each in splits)
     return training, held_out
 
