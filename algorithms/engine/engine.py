@@ -193,7 +193,8 @@ class Engine:
         times = torch.tensor(list(measured.values()), device=parts.resources.device)
         if parallel():
             (times,) = from_rank_0([times])
-        sizing.set_costs(StepCosts(dict(zip(measured, times.tolist(), strict=True))))
+        step_ms = dict(zip(measured, times.tolist(), strict=True))
+        sizing.set_costs(lambda slots, nodes: step_ms[slots, nodes])
         parts.state.reset()
         for cache in parts.resources.caches:
             cache.zero(slice(None))
