@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import specdec_kernels as kernels
 from algorithms.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.drafting.draft_sampling import MAX_NODES
+from algorithms.lazy import torch
 from algorithms.registry import available, configured
 
 if TYPE_CHECKING:
@@ -140,14 +141,12 @@ class Mixed(Wrapper):
 
     def _joined(self, batch: Batch, first: DraftTree, second: DraftTree) -> DraftTree:
         """The union of two trees. A node of both is as likely as the first drafter says."""
-        from torch import cat, where
-
         parts = [(tree.tokens, kernels.tree_parents(tree.links.mask, impl=self._impl)) for tree in (first, second)]
         tokens, parents = kernels.merge_trees(*parts[0], *parts[1], impl=self._impl)
         path_probs = None
         if self._needs_path_probs:
-            both = cat([_path_probs(first), _path_probs(second)[:, 1:]], 1)
-            path_probs = where(parents == kernels.UNUSED_PARENT, 0.0, both)
+            both = torch.cat([_path_probs(first), _path_probs(second)[:, 1:]], 1)
+            path_probs = torch.where(parents == kernels.UNUSED_PARENT, 0.0, both)
         links = kernels.build_tree(parents, batch.lengths, impl=self._impl)
         return DraftTree(tokens, links, path_probs=path_probs)
 

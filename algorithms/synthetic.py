@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import specdec_kernels as kernels
 from algorithms.algorithm import Batch, DraftTree, Observation, Resources
 from algorithms.autoregressive import Autoregressive
+from algorithms.lazy import torch
 from algorithms.mixed import Part, Wrapper, part_of
 from specdec_kernels.checks import expect_between
 
@@ -58,15 +59,11 @@ class Synthetic(Wrapper):
         self._rates = [*config.rate, *config.rate[-1:] * self.max_depth][: self.max_depth]
 
     def bind(self, resources: Resources) -> None:
-        import torch
-
         self._thresholds = torch.tensor(self._rates, dtype=torch.float32, device=resources.device)
         super().bind(resources)
 
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
         """The tree of the drafter, or a chain: right tokens on the first path as far as drawn, wrong ones elsewhere."""
-        import torch
-
         if not self.inner:
             links = kernels.build_chain(batch.lengths, num_nodes, impl=self._impl)
         elif num_nodes < self.num_nodes:
@@ -92,8 +89,6 @@ class Synthetic(Wrapper):
 
     def _on_path(self, links: kernels.TreeLinks) -> Tensor:
         """[B, N] bool: whether a node is node 0, its first child, the first child of that, and so on."""
-        import torch
-
         if self.chain:
             return torch.ones_like(links.first_child, dtype=torch.bool)
         num_nodes = links.first_child.shape[1]
@@ -113,8 +108,6 @@ class Synthetic(Wrapper):
 
 def uniforms(seeds: Tensor, lengths: Tensor, count: int) -> Tensor:
     """[B, count] float32 in [0, 1) for `seeds`, `lengths` [B] int64, by SplitMix64 (Steele et al., OOPSLA 2014)."""
-    import torch
-
     places = torch.arange(count, device=seeds.device)
     state = seeds[:, None] * -0x61C8864680B583EB + lengths[:, None] * 1_000_003 + places
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):

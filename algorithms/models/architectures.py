@@ -89,11 +89,9 @@ class LayerRule(Protocol):
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[Any, ...]:
         """Sizes of the kind of each layer, None for the common one. ValueError names what is not supported."""
-        ...
 
     def write(self, layers: tuple[Any, ...]) -> dict[str, Any]:
         """The keys that `read` reads."""
-        ...
 
 
 @dataclass(frozen=True)

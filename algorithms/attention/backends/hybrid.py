@@ -7,11 +7,12 @@ decode backend, trees and blocks of drafts to the one that `verify` names, every
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from algorithms.attention.backends.flashinfer import FlashInferBackend
-from algorithms.attention.backends.protocol import Backend, LayerInputs, Levels, Reason
+from algorithms.attention.backends.protocol import Backend, LayerInputs, Reason
 from algorithms.attention.backends.torch import TorchBackend
 from algorithms.attention.backends.triton import TritonBackend
 from algorithms.checked import Checked
@@ -87,7 +88,9 @@ class HybridBackend(Backend):
         side = self._sides[self._config.side_of(phase)]
         return HybridPlan(side, side.plan(metadata, shape, phase))
 
-    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> list[HybridPlan] | None:
+    def plan_levels(
+        self, levels: Sequence[AttentionMetadata], shape: AttentionShape, phase: str
+    ) -> list[HybridPlan] | None:
         side = self._sides[self._config.side_of(phase)]
         planned = side.plan_levels(levels, shape, phase)
         return None if planned is None else [HybridPlan(side, each) for each in planned]

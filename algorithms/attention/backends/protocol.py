@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -17,18 +16,6 @@ Reason = str | None
 """Why something cannot be served; None: it can."""
 FORWARD_PHASES = ("prefill", "decode", "verify", "draft")
 """The purpose of a forward: prompts, one token per request, drafted tokens of the target; everything of a drafter."""
-
-
-@dataclass(frozen=True)
-class Levels:
-    """Forwards that a drafter makes one after another: alike but for lengths, tree_width, mask and depths."""
-
-    calls: Sequence[AttentionMetadata]
-    """The masks are filled when a forward is made, not when it is planned."""
-    length_step: int = 0
-    """By how much the lengths grow from one to the next."""
-    width_step: int = 0
-    """By how much tree_width grows from one to the next."""
 
 
 class LayerInputs(NamedTuple):
@@ -65,17 +52,18 @@ class Backend(Protocol):
 
     def refuse(self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str) -> Reason:
         """Why calls of this kind cannot be served, or None. Called before weights load."""
-        ...
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> Any:
         """Prepare what all layers of a forward share; raises `BackendError` with the reason of `refuse`. The result
         does not change. `phase` is one of `FORWARD_PHASES`."""
-        ...
 
-    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> Sequence[Any] | None:
-        """Plans of all `levels` at once; None where a plan needs more than is known before the first of them."""
+    def plan_levels(
+        self, levels: Sequence[AttentionMetadata], shape: AttentionShape, phase: str
+    ) -> Sequence[Any] | None:
+        """Plans of all `levels` at once, forwards that a drafter makes one after another; None where a plan needs more
+        than is known before the first of them. From one to the next the lengths of a chain grow by 1, the `tree_width`
+        of a tree by its rows. Masks and depths are filled when a forward is made, not when it is planned."""
         return None
 
     def run(self, plan: Any, layer: LayerInputs) -> Tensor:
         """[B, N, H, D], in `layer.out` or elsewhere; zeros in rows past `q_lens`."""
-        ...

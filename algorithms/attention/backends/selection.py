@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import specdec_kernels as kernels
 from algorithms.attention.backends.hybrid import SINGLE, HybridBackend
 from algorithms.attention.backends.protocol import Backend, BackendError
 
@@ -28,14 +29,12 @@ def check_calls(
 ) -> None:
     """Raise `BackendError` where `backend` cannot serve a layer of the model `asker` in a phase, of `modes` by phase,
     or where no cache can hold its heads. `kv_dtype` of stored keys and values: None is `dtype`."""
-    from specdec_kernels import AttentionShape, head_dim_problem
-
     if config.mixings and None not in config.mixings:
         return
-    if (problem := head_dim_problem(config.head_dim)) is not None:
+    if (problem := kernels.head_dim_problem(config.head_dim)) is not None:
         raise BackendError(f"{asker}: no KV cache can hold its keys: {problem}")
     sizes = (1, config.num_heads, config.num_kv_heads, config.head_dim, page_size)
-    shape = AttentionShape(*sizes, dtype, kv_dtype or dtype)
+    shape = kernels.AttentionShape(*sizes, dtype, kv_dtype or dtype)
     for phase, mode in modes.items():
         for window in dict.fromkeys(config.sliding_windows or (None,)):
             if (reason := backend.refuse(shape, mode, window, device, phase)) is not None:

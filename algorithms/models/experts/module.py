@@ -192,15 +192,7 @@ class Experts(MLP):
         self.shared_experts = _shared(config, sizes.width * sizes.shared)
         self.shared_expert = _shared(config, sizes.gated_shared)
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if sizes.gated_shared else None
-        self.routing = kernels.Routing(
-            sizes.topk,
-            sizes.scoring,
-            sizes.renormalise,
-            sizes.scale,
-            sizes.groups,
-            sizes.topk_groups,
-            sizes.group_score,
-        )
+        self.routing = kernels.Routing(*(getattr(sizes, name) for name in kernels.Routing._fields))
         self.activation = kernels.Activation(sizes.limit, sizes.alpha)
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:

@@ -15,14 +15,7 @@ from torch import Tensor
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Batch, Prompts, Resources
-from algorithms.attention.paged_attention import (
-    LevelSizes,
-    LevelViews,
-    PageMemory,
-    level_rows,
-    planned_rows,
-    split_rows,
-)
+from algorithms.attention.paged_attention import LevelSizes, LevelViews, PageMemory, split_rows
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.module import LATENT_EPS, LatentWeights, attention_scale, latent_rope_table
@@ -110,9 +103,9 @@ class LatentMemory(PageMemory):
         resources.caches.append(self.cache)
 
     def nodes(self, batch: Batch, links: kernels.TreeLinks, chain: bool, max_depth: int) -> LatentMixer:
-        same = self.resources.deterministic
-        mixer = self._over(batch, links.positions, mask=None if chain else links.mask, same=same)
-        if chain or not same:
+        mode, mask = ("chain", None) if chain else ("tree", links.mask)
+        mixer = self._of_target(self.over(batch, links.positions, mode=mode, mask=mask))
+        if chain or not mixer.same:
             return mixer
         rows = mixer.groups[0]
         paths = kernels.mask_paths(links.mask, max_depth + 1, impl=self.resources.impl)
@@ -120,31 +113,21 @@ class LatentMemory(PageMemory):
         return replace(mixer, groups=(Rows(rows.shape, metadata, by_node=True),))
 
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> LatentMixer:
-        return self._over(batch, positions, counts=counts, same=self.resources.deterministic)
+        return self._of_target(super().tiles(batch, positions, counts, prompts))
 
-    def _over(
-        self,
-        batch: Batch,
-        positions: Tensor,
-        counts: Tensor | None = None,
-        mask: Tensor | None = None,
-        same: bool = False,
-        phase: str = "",
-    ) -> LatentMixer:
-        """Its kernel is the same in every `phase`."""
-        counts = batch.active * positions.shape[1] if counts is None else counts
-        impl, seen = self.resources.impl, dict(mode="chain" if mask is None else "tree", mask=mask, scale=self._scale)
-        slots, flat, metadata = planned_rows(batch, positions, counts, self.cache.page_size, impl, **seen)
-        return LatentMixer(self.cache, slots, flat, (Rows(positions.shape, metadata),), impl, same)
+    def _of_target(self, mixer: LatentMixer) -> LatentMixer:
+        return replace(mixer, same=self.resources.deterministic)
+
+    def _group(self, shape: torch.Size, metadata: kernels.AttentionMetadata, *_: object) -> Rows:
+        """The kernel is the same in every phase and layer."""
+        return Rows(shape, metadata._replace(scale=self._scale))
+
+    def _mixer(self, slots: Tensor, positions: Tensor, group: Rows) -> LatentMixer:
+        return LatentMixer(self.cache, slots, positions, (group,), self.resources.impl)
 
     def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Callable[[int], LatentMixer]:
-        impl = self.resources.impl
-        slots, positions, calls = level_rows(batch, sizes, views, self.cache.page_size, impl, self._scale)
-        shape = torch.Size((len(batch.lengths), sizes.width))
-        mixers = [
-            LatentMixer(self.cache, slots[level], positions[level], (Rows(shape, call),), impl)
-            for level, call in enumerate(calls)
-        ]
+        rows, shape = self._level_rows(batch, sizes, views), torch.Size((len(batch.lengths), sizes.width))
+        mixers = [self._mixer(slots, at, self._group(shape, call)) for slots, at, call in zip(*rows, strict=False)]
         return mixers.__getitem__
 
 
