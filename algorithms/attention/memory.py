@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from algorithms.algorithm import Batch, Observation, Prompts, Resources
+from algorithms.algorithm import Batch, Prompts, Resources
 from algorithms.attention.cache import KVCache, KVScales
-from algorithms.attention.paged_attention import LevelSizes, LevelViews, PagedMemory
+from algorithms.attention.paged_attention import PagedMemory, PageMemory
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.memory import LatentMemory
@@ -19,8 +19,6 @@ from algorithms.models.layers import Mixer
 from algorithms.models.linear.config import LinearConfig
 from algorithms.models.linear.memory import StateMemory
 from specdec_kernels import Committed, TreeLinks
-
-Levels = Callable[[int], Mixer]
 
 
 class Memory(Protocol):
@@ -42,22 +40,6 @@ class Memory(Protocol):
 
     def move_slot(self, source: int, target: int) -> None:
         """Move what is kept of the request of batch slot `source` to slot `target`."""
-
-
-class DraftMemory(Protocol):
-    """What a drafter's layers keep, which are of one kind."""
-
-    windowed: bool
-    """Whether a layer has a sliding window, so that `levels` of a tree needs depths."""
-
-    def following(self, seen: Observation) -> Mixer:
-        """Plan a forward over the text just observed."""
-
-    def chained(self, batch: Batch, positions: Tensor) -> Mixer:
-        """Plan a forward over a chain `[B, N]` that begins at position L."""
-
-    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Levels:
-        """Plan the forwards of a draft: gives the mixer of forward i, whose mask is filled by then."""
 
 
 MEMORIES: dict[type, Callable[[DecoderConfig, Any, Resources], Memory]] = {
@@ -128,11 +110,11 @@ def allocate_memory(config: DecoderConfig, resources: Resources, kv_scales: KVSc
     return LayeredMemory(memories, kinds) if len(memories) > 1 else memories[kinds[0]]
 
 
-def allocate_draft_memory(config: DecoderConfig, resources: Resources) -> DraftMemory:
+def allocate_draft_memory(config: DecoderConfig, resources: Resources) -> PageMemory:
     """The memory of a drafter, for one run; ValueError for layers of several kinds, or of linear attention."""
     if len(set(config.mixings)) > 1 or any(isinstance(kind, LinearConfig) for kind in config.mixings):
         kinds = [type(kind).__name__ for kind in config.mixings]
         raise ValueError(f"a drafter's layers: expected attention or latent attention in all of them, got {kinds}")
     memory = allocate_memory(config, resources)
-    assert isinstance(memory, (PagedMemory, LatentMemory))
+    assert isinstance(memory, PageMemory)
     return memory

@@ -17,7 +17,7 @@ from torch import Tensor
 from algorithms.algorithm import Batch, Observation, Prompts, Resources
 from algorithms.attention.backends.protocol import Backend, LayerInputs
 from algorithms.attention.cache import KVCache
-from algorithms.models.layers import MixerWeights
+from algorithms.models.layers import Mixer, MixerWeights
 from specdec_kernels import (
     AttentionMetadata,
     AttentionShape,
@@ -29,6 +29,8 @@ from specdec_kernels import (
     token_slots,
     write_kv,
 )
+
+Levels = Callable[[int], Mixer]
 
 
 class LevelSizes(NamedTuple):
@@ -65,13 +67,15 @@ def split_rows(rows: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 
 
 class PageMemory:
-    """What memories in pages share, see `memory`. A subclass makes the `_mixer` of a `_group` of rows; `pool` is what
-    moves of it."""
+    """A memory in pages, of a target or a drafter. A subclass makes the `_mixer` of a `_group` of rows."""
 
-    cache: Any
+    cache: KVCache
     resources: Resources
-    pool: Tensor
     windowed = False
+    """Whether a layer has a sliding window, so that `levels` of a tree needs depths."""
+    levels: Callable[..., Levels]
+    """Of a batch, `LevelSizes` and `LevelViews | None`: plans the forwards of a draft, and gives the mixer of forward
+    i, whose mask is filled by then."""
     _group: Any
     _mixer: Any
 
@@ -129,9 +133,11 @@ class PageMemory:
         return self.over(batch, positions, counts, "prefill")
 
     def following(self, seen: Observation) -> Any:
+        """Plan a drafter's forward over the text just observed."""
         return self.over(seen.batch, seen.positions, seen.counts, "prefill" if seen.is_prefill else "draft")
 
     def chained(self, batch: Batch, positions: Tensor) -> Any:
+        """Plan a drafter's forward over a chain `[B, N]` that begins at position L."""
         return self.over(batch, positions, phase="draft")
 
     def joint(self, mixers: Sequence[Any]) -> Any:
@@ -143,8 +149,8 @@ class PageMemory:
     def commit(self, nodes: Any, batch: Batch, committed: Committed, chain: bool) -> None:
         """What is stored of a chain is in order already; that of a tree moves."""
         if not chain:
-            start, path = committed.start, committed.nodes
-            move_accepted(self.pool, batch.page_table, start, path, impl=self.resources.impl)
+            kv, start, path = self.cache.kv, committed.start, committed.nodes
+            move_accepted(kv, batch.page_table, start, path, impl=self.resources.impl)
 
     def move_slot(self, source: int, target: int) -> None:
         """Pages stay where they are."""
@@ -201,7 +207,7 @@ class PagedMemory(PageMemory):
     """Keys and values of a model, and the plans of its forwards."""
 
     def __init__(self, cache: KVCache, resources: Resources) -> None:
-        self.cache, self.resources, self.pool = cache, resources, cache.kv
+        self.cache, self.resources = cache, resources
         self.windowed = any(cache.config.sliding_windows)
 
     def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> PagedMixer:
@@ -225,8 +231,7 @@ class PagedMemory(PageMemory):
         return PagedMixer(self.cache, slots, positions, self.resources.backend, (group,), self.resources.impl)
 
     def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Callable[[int], PagedMixer]:
-        """The mixers of the forwards in which a drafter writes one level of its draft after another, planned at once
-        where the backend can."""
+        """Planned at once where the backend can."""
         slots, positions, calls = self._level_rows(batch, sizes, views)
         width, mode, backend = sizes.width, "chain" if views is None else "tree", self.resources.backend
         shape, kinds = self._shape(width), self._kinds(mode)

@@ -166,7 +166,7 @@ class Engine:
             self._learn_costs(needs)
         emit = algorithm.max_depth + 1
         width = 2 * emit * (1 + needs.top_logprobs) + 4 + emit + algorithm.num_nodes * (5 if needs.drafts else 1)
-        readback: Readback[Launched] = Readback(self._async_steps, state.max_batch * width, device, needs.top_logprobs)
+        readback: Readback[Launched] = Readback(self._async_steps, state.max_batch * width, device)
         self._session_is_open = True
         try:
             yield Session(

@@ -189,7 +189,7 @@ class Session:
             self._state.constraints.begin(matchers, partial(self._news, list(slots), matchers))
         (step, marks), sizing = self._runner.launch(len(slots), longest, self._needs, prefill), self._parts.sizing
         launched = Launched(list(slots), step.num_nodes, sizing.num_steps.total() if sizing else 0, marks)
-        self._readback.push(step.table[: len(slots)], launched, step.num_evidence, step.num_drafts)
+        self._readback.push(step.table[: len(slots)], step.widths, launched)
         self._start()
         self._launch_ms += _now_ms() - began_ms
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.fusion import Fusable, NormedProjection, project
-from algorithms.models.scaled_linear import BLOCK, SCALE_NAMES, Packed, packed
+from algorithms.models.scaled_linear import BLOCK, SCALE_NAMES, Packed, ScaledLinear, packed
 
 
 class MixerWeights(NamedTuple):
@@ -92,19 +92,15 @@ class RMSNorm(Fusable):
     ) -> kernels.Normed:
         """The norm of residual + projection(x), which `closing` norms first, and that sum, in the fused forward."""
         assert self.impl is not None
-        x = x.contiguous()
-        if closing is not None:
-            projected = closing(project(projection, x, self.impl, self.batch_invariant))
-            return kernels.add_rms_norm(projected, residual, self.weight, self.eps, impl=self.impl)
-        if isinstance(projection, NormedProjection):
-            return projection.add_rms_norm(x, residual, self.weight, self.eps)
-        if isinstance(projection, nn.Linear) and projection.bias is None:
-            weight, same = projection.weight, self.batch_invariant
-            return kernels.linear_add_rms_norm(
-                x, weight, residual, self.weight, self.eps, batch_invariant=same, impl=self.impl
-            )
-        projected = project(projection, x, self.impl, self.batch_invariant)
-        return kernels.add_rms_norm(projected, residual, self.weight, self.eps, impl=self.impl)
+        x, same, impl = x.contiguous(), self.batch_invariant, self.impl
+        end = residual, self.weight, self.eps
+        if closing is None and isinstance(projection, NormedProjection):
+            return projection.add_rms_norm(x, *end)
+        if closing is None and isinstance(projection, (nn.Linear, ScaledLinear)) and projection.bias is None:
+            weight = projection.weight if isinstance(projection, nn.Linear) else projection.scaled_weight
+            return kernels.linear_add_rms_norm(x, weight, *end, batch_invariant=same, impl=impl)
+        projected = project(projection, x, impl, same)
+        return kernels.add_rms_norm(projected if closing is None else closing(projected), *end, impl=impl)
 
 
 class Attention(Mixing):

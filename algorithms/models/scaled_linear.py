@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import specdec_kernels as kernels
 from algorithms.models.config_keys import nested
-from algorithms.models.fusion import NormedProjection
+from algorithms.models.fusion import Fusable
 from specdec_kernels import ScaledWeight
 
 BLOCK = 128
@@ -102,7 +102,7 @@ def dequantised(codes: Tensor, scales: Tensor, weight_format: WeightFormat) -> T
     return codes.float() * each
 
 
-class ScaledLinear(NormedProjection):
+class ScaledLinear(Fusable):
     """x W^T + bias for a weight of e4m3 codes. Parameters are named as in checkpoints."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, weight_format: WeightFormat) -> None:
@@ -128,15 +128,6 @@ class ScaledLinear(NormedProjection):
     def forward(self, x: Tensor) -> Tensor:
         same, impl = self.batch_invariant, self.impl or "reference"
         return kernels.linear(x.contiguous(), self.scaled_weight, self.bias, batch_invariant=same, impl=impl)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> kernels.Normed:
-        assert self.impl is not None
-        if self.bias is not None:
-            return kernels.add_rms_norm(self(x), residual, weight, eps, impl=self.impl)
-        same = self.batch_invariant
-        return kernels.linear_add_rms_norm(
-            x, self.scaled_weight, residual, weight, eps, batch_invariant=same, impl=self.impl
-        )
 
 
 def quantised_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

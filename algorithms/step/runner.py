@@ -165,18 +165,18 @@ class StepRunner:
         if not missing:
             return
         if not self._captured:
-            self._step(missing[0].slots, self._longest, needs, checked=True).draft()
+            self._step(missing[0].slots, self._parts.longest, needs, checked=True).draft()
         prefills = {prefill.size: prefill for prefill in self._prefills}
         for variant in missing:
             if (prefill := prefills.get(variant.tiles)) is not None:
                 prefill.send(())
             self._captured[variant] = self._prepared(
-                variant.slots, self._longest, needs, nodes=variant.nodes, prefill=prefill
+                variant.slots, self._parts.longest, needs, nodes=variant.nodes, prefill=prefill
             )
         if self._parts.backlog is not None and self.recorder is not None:
             for size in reversed(self._buckets):
                 if size not in self._observing:
-                    self._observing[size] = self.recorder(partial(self._observe, size, self._longest))
+                    self._observing[size] = self.recorder(partial(self._observe, size, self._parts.longest))
 
     def _variants(self, needs: SamplingNeeds) -> list[_Variant]:
         """The variants for `needs`, the largest first, so that the others fit in the memory that it leaves."""
@@ -207,11 +207,6 @@ class StepRunner:
         """Nodes of the steps for `needs`; one size with grammars, because jump-forward tokens are verified anyway."""
         sizing = self._parts.sizing
         return (self._parts.algorithm.num_nodes,) if sizing is None or needs.constrained else sizing.nodes
-
-    @property
-    def _longest(self) -> int:
-        """A replay serves requests of any length, so the bound is all that the page table can hold."""
-        return self._parts.state.page_table.shape[1] * self._parts.resources.page_size
 
     def launch(
         self, num_slots: int, max_length: int, needs: SamplingNeeds, prefill: PrefillBatch | None = None
@@ -281,7 +276,7 @@ class StepRunner:
 
         The sizes are timed interleaved, round after round, so that a disturbance affects at most one time of each.
         """
-        state, length = self._parts.state, min(_DUMMY_TOKENS, self._longest // 2)
+        state, length = self._parts.state, min(_DUMMY_TOKENS, self._parts.longest // 2)
         work: dict[tuple[int, int], Callable[[], None]] = {}
         for size in buckets(state.max_batch):
             for nodes in self._sizes(needs):
@@ -318,7 +313,7 @@ class StepRunner:
         self._compiled.add(needs)
         state = self._parts.state
         for size in reversed(buckets(state.max_batch)):
-            for bound in (*buckets(self._longest)[:-1:2], self._longest):
+            for bound in (*buckets(self._parts.longest)[:-1:2], self._parts.longest):
                 for nodes in reversed(self._sizes(needs)):
                     _run(self._step(size, bound, needs, checked=True, nodes=nodes), phases_of(needs), None)
 

@@ -130,7 +130,7 @@ def test_a_smaller_size_is_tried_soon_and_then_rarely() -> None:
     """Where real steps are timed, and its steps could be so cheap that it were the better one."""
     sizing = Sizing(8, (1,))
     sizing.set_costs(lambda slots, nodes: {1: 1.0, 2: 1.2, 4: 1.7, 8: 2.0}[nodes])
-    result = StepResult.of_table(np.array([[7, 8, 9, 0, 0, 0, 0, 0, 2, 1, 3, 0]]))
+    result = StepResult.of_table(np.array([[7, 8, 9, 0, 0, 0, 0, 0, 2, 1, 3, 0]]), {})
 
     def places(steps: int, gain: float, known: int) -> list[int]:
         """Numbers of the next steps that have the size below the largest."""
@@ -176,7 +176,7 @@ def test_a_choice_is_taken_over_every_fourth_step() -> None:
     table = [7, 8, 9, 0, 0, 0, 0, 0, 2, 1, 3, 0]
     for number in range(1, 2 * DECIDE_EVERY + 2):
         before = sizing.policy.own.copy()
-        sizing.update(StepResult.of_table(np.array([table])), number, 1 if number == 2 else 4)
+        sizing.update(StepResult.of_table(np.array([table]), {}), number, 1 if number == 2 else 4)
         assert (sizing.policy.own == before) == (number == 2)
     assert taken == [1, 1 + DECIDE_EVERY, 1 + 2 * DECIDE_EVERY] and sizing.policy.choice == 2
 

@@ -20,6 +20,7 @@ from algorithms.models.fusion import Fusable, project
 from algorithms.models.layers import MLP, RMSNorm, SwiGLU
 from specdec_kernels import Routed
 
+MATRICES = ("gate_up_proj", "down_proj")
 _LARGEST_SCALE = 252
 """Of MXFP4: the largest number, 6 * 2^(scale - 127), is finite in float32."""
 
@@ -73,7 +74,7 @@ class ExpertTensors(Fusable):
             stored[prefix + name] = tensor
         if not self.biased:
             return
-        for name in ("gate_up_proj", "down_proj"):
+        for name in MATRICES:
             _change(stored, f"{prefix}{name}", 3, lambda x: x.transpose(1, 2).contiguous())
         for name, dims in (("gate_up_proj", 3), ("gate_up_proj_bias", 2)):
             _change(stored, f"{prefix}{name}", dims, _gates_first)
@@ -105,11 +106,6 @@ def joined_experts(
 class PackedExpertTensors(Fusable):
     """Experts of gpt-oss in MXFP4, as `kernels.Mxfp4` has them, and their biases."""
 
-    gate_up_proj_blocks: Tensor
-    gate_up_proj_scales: Tensor
-    down_proj_blocks: Tensor
-    down_proj_scales: Tensor
-
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
         self.num_experts = sizes.num_experts
@@ -126,16 +122,14 @@ class PackedExpertTensors(Fusable):
 
     @property
     def weights(self) -> kernels.ExpertWeights:
-        return kernels.ExpertWeights(
-            kernels.Mxfp4(self.gate_up_proj_blocks, self.gate_up_proj_scales),
-            kernels.Mxfp4(self.down_proj_blocks, self.down_proj_scales),
-            self.gate_up_proj_bias,
-            self.down_proj_bias,
+        gate_up, down = (
+            kernels.Mxfp4(getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")) for name in MATRICES
         )
+        return kernels.ExpertWeights(gate_up, down, self.gate_up_proj_bias, self.down_proj_bias)
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
         """Blocks of 32 numbers become rows. Numbers are a row's own, so that rows move whole."""
-        for name in ("gate_up_proj", "down_proj"):
+        for name in MATRICES:
             _change(stored, f"{prefix}{name}_blocks", 4, lambda x: x.flatten(2))
             if (scales := stored.get(f"{prefix}{name}_scales")) is not None:
                 stored[f"{prefix}{name}_scales"] = replace(scales, read=partial(_finite_scales, scales))

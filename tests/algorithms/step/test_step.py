@@ -139,7 +139,9 @@ def test_the_table_has_what_draft_lengths_are_learnt_from(
     step.tree = tree if probs else replace(tree, path_probs=None)
     step.accepted = SimpleNamespace(nodes=torch.tensor([[0, 2, -1], [0, 1, 4]], dtype=torch.int32))  # type: ignore[assignment]
     found = step._evidence()
-    assert sum(part.shape[1] for part in found) == width
+    assert sum(part.shape[1] for part in found.values()) == width
     if width > 3:
-        assert found[0].tolist() == [[0, 2, -1], [0, 1, 4]]
-        assert tree.path_probs is not None and torch.equal(found[1].int().view(torch.float32), tree.path_probs)
+        assert found["path"].tolist() == [[0, 2, -1], [0, 1, 4]]
+        assert tree.path_probs is not None and torch.equal(
+            found["path_probs"].int().view(torch.float32), tree.path_probs
+        )
