@@ -90,7 +90,6 @@ class BlockTraining(base.DrafterTraining):
         drafter = DFlashDrafter(config)
         drafter.reset_parameters()
         drafter.to(self.train.device)
-        drafter.bind(setting.target.model)
         # The target's head reads what the target's final norm gives.
         drafter.norm.load_state_dict(setting.target.model.model.norm.state_dict())
         return BlockObjective(drafter, setting, self.blocks)
@@ -245,6 +244,7 @@ class BlockObjective(base.DrafterObjective):
     def __init__(self, drafter: DFlashDrafter, setting: base.Setting, blocks: settings.BlockSettings) -> None:
         self.shape, self.blocks = drafter.config, blocks
         super().__init__(drafter, setting, self.shape.num_drafts(self.shape.block_size))
+        drafter.bind(self.target)
         self.compares = blocks.token_share < 1 or drafter.confidence_head is not None
         self.causal = DenseMixer(self.target.config, self.length, self.device)
         self.table = rope_table(self.shape.decoder, self.length + self.shape.block_size, self.device)
