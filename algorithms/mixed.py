@@ -55,9 +55,9 @@ class Wrapper(Algorithm):
         calls = [part.kind.check(part.config, target, part.draft_path or draft_path) for part in cls.parts(config)]
         return next(filter(None, calls), None)
 
-    @classmethod
-    def made(cls, config: Any, target: Target, draft_path: str | None) -> list[Algorithm]:
-        return [part.kind(part.config, target, part.draft_path or draft_path) for part in cls.parts(config)]
+    def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
+        parts = self.parts(config)
+        self.wrap(*(part.kind(part.config, target, part.draft_path or draft_path) for part in parts))
 
     def wrap(self, *inner: Algorithm) -> None:
         """Run these, with the target layers and cache slots that they need."""
@@ -75,6 +75,13 @@ class Wrapper(Algorithm):
         self._impl, self._needs_path_probs = resources.impl, resources.needs_path_probs
         for each in self.inner:
             each.bind(resources)
+
+    def drafted(self, batch: Batch, num_nodes: int) -> list[DraftTree]:
+        """The draft of each, of at most `num_nodes`."""
+        return [
+            each.propose_few(batch, num_nodes) if num_nodes < each.num_nodes else each.propose(batch)
+            for each in self.inner
+        ]
 
     def observe(self, seen: Observation) -> None:
         for each in self.inner:
@@ -107,7 +114,7 @@ class Mixed(Wrapper):
         return [part_of(key, getattr(config, key), (cls.name, "synthetic")) for key in ("first", "second")]
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
-        self.wrap(*self.made(config, target, draft_path))
+        super().__init__(config, target, draft_path)
         for part in self.inner:
             if part.rule != "target_only":
                 expected = "expected drafters with the rule target_only"
@@ -117,19 +124,10 @@ class Mixed(Wrapper):
             raise ValueError(f"algo=mixed: expected 2 to {MAX_NODES} nodes in all, got {self.num_nodes}")
         self.max_depth = max(part.max_depth for part in self.inner)
 
-    def propose(self, batch: Batch) -> DraftTree:
-        return self._joined(batch, *(part.propose(batch) for part in self.inner))
-
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
         """The most likely nodes of both drafts together."""
-        joined = self._joined(
-            batch,
-            *(
-                part.propose_few(batch, num_nodes) if num_nodes < part.num_nodes else part.propose(batch)
-                for part in self.inner
-            ),
-        )
-        if joined.path_probs is None:
+        joined = self._joined(batch, *self.drafted(batch, num_nodes))
+        if num_nodes == self.num_nodes or joined.path_probs is None:
             return joined
         parents = kernels.tree_parents(joined.links.mask, impl=self._impl)
         # Node i is candidate i - 1, and one that is not in the tree hangs under none.

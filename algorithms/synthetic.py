@@ -50,7 +50,7 @@ class Synthetic(Wrapper):
         return [part_of("drafter", config.drafter, (cls.name,))] if config.drafter else []
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
-        self.wrap(*self.made(config, target, draft_path))
+        super().__init__(config, target, draft_path)
         self.recorder = Autoregressive(Autoregressive.Config(), target, None)
         self._vocab = target.config.vocab_size
         self.num_nodes, self.max_depth = len(config.rate) + 1, len(config.rate)
@@ -66,10 +66,8 @@ class Synthetic(Wrapper):
         """The tree of the drafter, or a chain: right tokens on the first path as far as drawn, wrong ones elsewhere."""
         if not self.inner:
             links = kernels.build_chain(batch.lengths, num_nodes, impl=self._impl)
-        elif num_nodes < self.num_nodes:
-            links = self.inner[0].propose_few(batch, num_nodes).links
         else:
-            links = self.inner[0].propose(batch).links
+            links = self.drafted(batch, num_nodes)[0].links
         depth = links.depth.long()
         right = batch.history.gather(1, links.positions.clamp(0, batch.history.shape[1] - 1))
         seeds = batch.sampling.seeds

@@ -70,21 +70,16 @@ class LayeredMemory:
         self._places = [(kind, kinds[:layer].count(kind)) for layer, kind in enumerate(kinds)]
 
     def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> LayeredMixer:
-        return self._joined({kind: each.nodes(batch, links, chain, max_depth) for kind, each in self.memories.items()})
+        return self._planned(lambda kind, memory: memory.nodes(batch, links, chain, max_depth))
 
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> LayeredMixer:
-        return self._joined(
-            {kind: each.tiles(batch, positions, counts, prompts) for kind, each in self.memories.items()}
-        )
+        return self._planned(lambda kind, memory: memory.tiles(batch, positions, counts, prompts))
 
     def joint(self, mixers: Sequence[LayeredMixer]) -> LayeredMixer:
-        of_kinds = {
-            kind: memory.joint([each.mixers[kind] for each in mixers]) for kind, memory in self.memories.items()
-        }
-        return self._joined(of_kinds)
+        return self._planned(lambda kind, memory: memory.joint([each.mixers[kind] for each in mixers]))
 
-    def _joined(self, mixers: Mapping[Any, Any]) -> LayeredMixer:
-        return LayeredMixer(mixers, self._places)
+    def _planned(self, plan: Callable[[Any, Memory], Any]) -> LayeredMixer:
+        return LayeredMixer({kind: plan(kind, memory) for kind, memory in self.memories.items()}, self._places)
 
     def commit(self, nodes: LayeredMixer, batch: Batch, committed: Committed, chain: bool) -> None:
         for kind, memory in self.memories.items():
