@@ -18,9 +18,9 @@ import torch
 
 from algorithms.engine.clock import PhaseClock
 from algorithms.engine.grammar import Grammars, Matcher
-from algorithms.engine.request import Completion, EngineError, Request
+from algorithms.engine.request import Completion, EngineError, Request, SlotResult
 from algorithms.engine.scheduler import PrefillSegment, Running, Scheduler, SlotMove
-from algorithms.engine.transfers import Readback, SlotResult, StepResult
+from algorithms.engine.transfers import Readback, StepResult
 from algorithms.parallel.collectives import parallel
 from algorithms.step.context import StepParts
 from algorithms.step.prefill import Prefiller, prefill_for
@@ -314,9 +314,7 @@ class Session:
         if slot.tokens:
             self._slot_steps += 1
             self._emitted += len(slot.tokens)
-            running.completion.drafted_counts.append(slot.num_drafted)
-            running.completion.ran_out.append(slot.ran_out)
-            move = self._scheduler.advance(running, slot.tokens, slot.logprobs, _now_ms(), slot.top)
+            move = self._scheduler.advance(running, slot, _now_ms())
         return move if slot.valid or move is not None else self._fail(running)
 
     def _fail(self, running: Running) -> SlotMove:

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from algorithms.engine.request import Draft
+from algorithms.engine.request import Draft, SlotResult
 from algorithms.parallel.heartbeat import wait_for
 
 NUM_BUFFERS = 3  # a copy is queued after the steps in flight, which are fewer than this
@@ -71,21 +71,6 @@ class Staging:
 
 
 Tag = TypeVar("Tag")
-
-
-class SlotResult(NamedTuple):
-    """The result of one step for one request."""
-
-    tokens: list[int]  # emitted: the accepted drafts and the bonus token
-    logprobs: list[float]
-    valid: bool  # whether the target gave a usable logit for the bonus token, which has no meaning otherwise
-    num_drafted: int
-    ran_out: bool  # whether the accepted path ends where nothing was drafted
-    top: list[list[tuple[int, float]]]
-    """The most likely tokens at the place of each, with their log-probabilities; empty where no step reports them."""
-
-    def without_bonus(self) -> SlotResult:
-        return self._replace(tokens=self.tokens[:-1], logprobs=self.logprobs[:-1], top=self.top[:-1])
 
 
 @dataclass(frozen=True)

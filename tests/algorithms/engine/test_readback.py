@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.engine.request import Draft
-from algorithms.engine.transfers import Readback, SlotResult, StepResult
+from algorithms.engine.request import Draft, SlotResult
+from algorithms.engine.transfers import Readback, StepResult
 
 CPU = torch.device("cpu")
 
