@@ -31,11 +31,6 @@ CONSTRAINED = ("draft", "graft", "verify", "accept", "commit")
 """Phases of a step for requests with grammars; `graft` counts as part of the draft."""
 
 
-_LEFT_BY_PHASES = {
-    "tree", "mixer", "hidden", "features", "targets", "nodes", "logits", "accepted", "_tiles_hidden", "_tiles_features",
-}  # fmt: skip
-
-
 def phases_of(needs: SamplingNeeds) -> tuple[str, ...]:
     return CONSTRAINED if needs.constrained else PHASES
 
@@ -54,6 +49,8 @@ class Step:
     """[B, 3, N] int64: tokens, first children and next siblings of the draft, where grammars need them; else unset."""
     logits: Tensor  # [B, N, V]; not written where `targets` are given
     accepted: kernels.Accepted
+    _tiles_hidden: Tensor  # of the prefill batch that joined
+    _tiles_features: list[Tensor]
     table: Tensor
     """[B, 2 (D + 1) + 4] int64: emitted tokens, their log-probabilities as float32 bits (0 without a request
     for them), then num_accepted, valid, num_drafted and ran_out, see `specdec_kernels.commit`; then the columns of
@@ -80,7 +77,7 @@ class Step:
 
     def drop_intermediates(self) -> None:
         """Drop all results but the table, so that captured steps share their memory."""
-        for name in set(vars(self)) & _LEFT_BY_PHASES:
+        for name in (vars(self).keys() & Step.__annotations__.keys()) - {"table", "widths"}:
             delattr(self, name)
 
     def draft(self) -> None:
