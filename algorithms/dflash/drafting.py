@@ -98,14 +98,13 @@ class DFlash(Algorithm):
         self._kinds = _attention_kinds(self._drafter.config, config.window)
 
     def bind(self, resources: Resources) -> None:
-        from algorithms.attention.cache import KVCache
-        from algorithms.attention.paged_attention import PagedMemory
+        from algorithms.attention.memory import allocate_draft_memory
         from algorithms.drafting.sampled_tree import SampledTree
         from algorithms.drafting.tree_drafter import Drafts
 
         self._resources, self._drafts = resources, Drafts(resources, self._drafter.vocabulary)
         resources.choose_forward(self._drafter)
-        self._memory = PagedMemory(KVCache.allocate(self._drafter.config.decoder, resources), resources)
+        self._memory = allocate_draft_memory(self._drafter.config.decoder, resources)
         self._stacked = self._drafter.stack_kv()
         self._sampled = None
         if self._nodes is not None:
