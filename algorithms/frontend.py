@@ -68,7 +68,7 @@ def load_backend(name: str | Any = "fa4", impl: str = "auto", deterministic: boo
     `impl` is `auto`, `triton` or `reference`; `auto` takes the kernels on a GPU and plain torch elsewhere. Raises
     ValueError for an unknown name or setting, or where the backend's package is missing.
     """
-    from algorithms.attention.backends.selection import backends
+    from algorithms.attention.backends import backends
 
     kinds = backends()
     config = configured(kinds, "backend", name, settings)

@@ -13,7 +13,6 @@ import torch
 
 from algorithms.algorithm import Algorithm, Resources
 from algorithms.attention.backends.protocol import Backend
-from algorithms.attention.backends.selection import check_calls
 from algorithms.attention.cache import KVScales
 from algorithms.attention.memory import allocate_memory
 from algorithms.engine.clock import PhaseClock
@@ -337,4 +336,4 @@ def check_backend(backend: Backend, target: Target, algorithm: Algorithm, settin
     if settings.adaptive:
         modes["decode"] = "chain"
     dtype, device = target.dtype, target.device
-    check_calls(backend, target.config, modes, settings.page_size, dtype, device, kv_dtype=kv_dtype_of(settings))
+    backend.check(target.config, modes, settings.page_size, dtype, device, kv_dtype=kv_dtype_of(settings))

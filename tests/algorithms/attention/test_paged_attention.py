@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from algorithms.algorithm import Batch, Resources
+from algorithms.attention.backends import backends
 from algorithms.attention.backends.protocol import BackendError
-from algorithms.attention.backends.selection import backends
 from algorithms.attention.cache import KVCache
 from algorithms.attention.paged_attention import PagedMemory
 from algorithms.models.decoder import Decoder
@@ -162,13 +162,11 @@ def test_layers_of_one_window_share_a_plan() -> None:
 
 
 def test_a_backend_without_windows_over_trees_refuses_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    from algorithms.attention.backends.selection import check_calls
-
     fake_packages.install(monkeypatch)
     kind = backends()["fa4"]
     package = kind(kind.Config(dispatch="flash_attention_4"), "reference")
     arguments = (dict(decode="chain", verify="tree"), 16, torch.bfloat16, torch.device("cpu"))
-    check_calls(package, replace(CONFIG, head_dim=64), *arguments)
+    package.check(replace(CONFIG, head_dim=64), *arguments)
     windowed = replace(CONFIG, head_dim=64, sliding_windows=(None, 4, 4, 4))
     with pytest.raises(BackendError, match="verify of the target here: a window over a tree goes by depth"):
-        check_calls(package, windowed, *arguments)
+        package.check(windowed, *arguments)
