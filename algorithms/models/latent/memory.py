@@ -102,7 +102,7 @@ class LatentMemory(PageMemory):
         return self._of_target(super().tiles(batch, positions, counts, prompts))
 
     def _of_target(self, mixer: LatentMixer) -> LatentMixer:
-        return replace(mixer, same=self.resources.deterministic)
+        return replace(mixer, same=True) if self.resources.deterministic else mixer
 
     def _group(self, shape: torch.Size, metadata: kernels.AttentionMetadata, *_: object) -> Rows:
         """The kernel is the same in every phase and layer."""
