@@ -8,7 +8,7 @@ sampled drafts is not known for a merged tree.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
@@ -35,6 +35,8 @@ class Wrapper(Algorithm):
     """Binds, teaches, moves and resets its `inner` algorithms; a subclass makes a tree of their drafts."""
 
     inner: tuple[Algorithm, ...]
+    verifies_others: ClassVar[bool] = False
+    """Whether other drafts are verified than those of an inner algorithm."""
 
     @classmethod
     def parts(cls, config: Any) -> list[Part]:
@@ -86,7 +88,8 @@ class Wrapper(Algorithm):
     def observe(self, seen: Observation) -> None:
         for each in self.inner:
             features = [seen.features[self.target_layers.index(layer)] for layer in each.target_layers]
-            each.observe(replace(seen, features=features))
+            stale = seen.drafts_stale or self.verifies_others
+            each.observe(replace(seen, features=features, drafts_stale=stale))
 
     def reset(self) -> None:
         for each in self.inner:
@@ -100,6 +103,7 @@ class Wrapper(Algorithm):
 class Mixed(Wrapper):
     name = "mixed"
     chain = False
+    verifies_others = True
 
     @dataclass
     class Config:
@@ -147,9 +151,6 @@ class Mixed(Wrapper):
             path_probs = torch.where(parents == kernels.UNUSED_PARENT, 0.0, both)
         links = kernels.build_tree(parents, batch.lengths, impl=self._impl)
         return DraftTree(tokens, links, path_probs=path_probs)
-
-    def observe(self, seen: Observation) -> None:
-        super().observe(replace(seen, drafts_stale=True))
 
 
 def _path_probs(tree: DraftTree) -> Tensor:

@@ -11,11 +11,11 @@ of a request cuts off. Whether a draft is right follows from the request's seed 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
-from algorithms.algorithm import Batch, DraftTree, Observation, Resources
+from algorithms.algorithm import Batch, DraftTree, Resources
 from algorithms.autoregressive import Autoregressive
 from algorithms.lazy import torch
 from algorithms.mixed import Part, Wrapper, part_of
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 class Synthetic(Wrapper):
     name = "synthetic"
+    verifies_others = True
 
     @dataclass
     class Config:
@@ -99,9 +100,6 @@ class Synthetic(Wrapper):
             on_path.scatter_(1, node, True)
             node = child.gather(1, node)
         return on_path[:, :num_nodes]
-
-    def observe(self, seen: Observation) -> None:
-        super().observe(replace(seen, drafts_stale=True))
 
 
 def uniforms(seeds: Tensor, lengths: Tensor, count: int) -> Tensor:

@@ -34,20 +34,17 @@ class Staging:
 
     def __init__(self, fields: Fields, device: torch.device, num_buffers: int = NUM_BUFFERS) -> None:
         """`num_buffers` is how many sends the host may be ahead of the device."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in fields.values()]
-        starts = [0]
-        for size in sizes:
-            # Every field begins at one alignment, so that kernels are compiled for one.
-            starts.append(starts[-1] + -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES)
-        places = dict(zip(fields, zip(starts, sizes, strict=False), strict=True))
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in fields.items()}
+        # Every field begins at one alignment, so that kernels are compiled for one.
+        rooms = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes.values()]
 
         def views(memory: Tensor) -> dict[str, Tensor]:
-            parts = {name: memory[start : start + size] for name, (start, size) in places.items()}
-            return {name: part.view(fields[name][1]).view(fields[name][0]) for name, part in parts.items()}
+            parts = zip(fields.items(), memory.split(rooms), strict=True)
+            return {name: part[: sizes[name]].view(dtype).view(shape) for (name, (shape, dtype)), part in parts}
 
         self._cuda = device.type == "cuda"
-        self._memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
-        self._hosts = [torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=self._cuda) for _ in range(num_buffers)]
+        self._memory = torch.zeros(sum(rooms), dtype=torch.uint8, device=device)
+        self._hosts = [torch.zeros(sum(rooms), dtype=torch.uint8, pin_memory=self._cuda) for _ in range(num_buffers)]
         self._arrays: list[Arrays] = [
             {name: part.numpy() for name, part in views(host).items()} for host in self._hosts
         ]
