@@ -93,8 +93,9 @@ class FeatureHead(DrafterModel):
         return self.config.decoder
 
     def fuse(self, features: list[Tensor], hidden: Tensor) -> Tensor:
-        """Features `[..., T, hidden]`, as `forward` takes them, from `gather` and the target's final hidden states."""
-        raise NotImplementedError
+        """Features `[..., T, hidden]`, as `forward` takes them, from `gather` and the target's final hidden states; by
+        default these."""
+        return hidden
 
     def forward(self, tokens: Tensor, feature: Tensor, mixer: Mixer, level: int = 0) -> Tensor:
         """`tokens [..., T]` int64 of positions p + 1, `feature [..., T, hidden]` of p, to the features of p + 1. At
@@ -110,7 +111,7 @@ class FeatureHead(DrafterModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [..., hidden]`, as `forward` returns it, to `[..., draft_vocab_size]`."""
-        raise NotImplementedError
+        return self.head(hidden)
 
     def to_target(self, ids: Tensor) -> Tensor:
         return in_target(ids, self.vocabulary)

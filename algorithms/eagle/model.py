@@ -51,17 +51,11 @@ class EagleDrafter(FeatureHead):
         if self.fc.bias is not None:
             nn.init.zeros_(self.fc.bias)
 
-    def fuse(self, features: list[Tensor], hidden: Tensor) -> Tensor:
-        return hidden
-
     def forward(self, tokens: Tensor, feature: Tensor, mixer: Mixer, level: int = 0) -> Tensor:
         x = project(self.fc, torch.cat([self.embed(tokens).to(feature.dtype), feature], dim=-1), self.impl)
         for index, layer in enumerate(self.layers):
             x = layer(index, x, mixer)
         return x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
 
 
 class Eagle3Layer(Block):
