@@ -4,15 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from algorithms.models.config_keys import (
-    check_layer_kinds,
-    nested,
-    one_kind,
-    read_size,
-    read_sizes,
-    required,
-    write_fields,
-)
+from algorithms.models import config_keys
+from algorithms.models.config_keys import nested, one_kind, read_size, read_sizes, required, write_fields
 
 DENSE, SPARSE = MLP_TYPES = ("dense", "sparse")
 SHARED_KEY = "shared_expert_intermediate_size"
@@ -112,7 +105,7 @@ class DeepSeekRule:
         if types is None:
             dense = int(config.get("first_k_dense_replace") or 0)
             types = [DENSE] * min(dense, num_layers) + [SPARSE] * max(0, num_layers - dense)
-        check_layer_kinds("mlp_layer_types", types, MLP_TYPES, num_layers)
+        config_keys.check_layer_kinds("mlp_layer_types", types, MLP_TYPES, num_layers)
         if SPARSE not in types:
             return ()
         _only(config, "moe_layer_freq", 1)
