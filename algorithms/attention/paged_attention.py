@@ -14,21 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import specdec_kernels as kernels
 from algorithms.algorithm import Batch, Observation, Prompts, Resources
 from algorithms.attention.backends.protocol import Backend, LayerInputs
 from algorithms.attention.cache import KVCache
 from algorithms.models.layers import Mixer, MixerWeights
-from specdec_kernels import (
-    AttentionMetadata,
-    AttentionShape,
-    Committed,
-    TreeLinks,
-    level_slots,
-    mask_paths,
-    move_accepted,
-    token_slots,
-    write_kv,
-)
 
 Levels = Callable[[int], Mixer]
 
@@ -99,23 +89,27 @@ class PageMemory:
         width, table, lengths, impl = positions.shape[1], batch.page_table, batch.lengths, self.resources.impl
         if counts is None:
             counts = batch.active if width == 1 else batch.active * width
-        slots = token_slots(table, lengths, counts, width, self.cache.page_size, impl=impl)
-        metadata = AttentionMetadata(table, lengths, mode, q_lens=counts, max_length=batch.max_length + width, **seen)
+        slots = kernels.token_slots(table, lengths, counts, width, self.cache.page_size, impl=impl)
+        metadata = kernels.AttentionMetadata(
+            table, lengths, mode, q_lens=counts, max_length=batch.max_length + width, **seen
+        )
         group = self._group(positions.shape, metadata, phase, kinds)
         # Positions may be one row seen by all requests; the kernels want them written out.
         return self._mixer(slots.flatten(), positions.flatten().contiguous(), group)
 
     def _level_rows(
         self, batch: Batch, sizes: LevelSizes, views: LevelViews | None
-    ) -> tuple[Tensor, Tensor, list[AttentionMetadata]]:
+    ) -> tuple[Tensor, Tensor, list[kernels.AttentionMetadata]]:
         """Of each forward: slots and positions [B * width] int64, and the metadata of an attention without window."""
         (count, width, first), impl = sizes, self.resources.impl
-        places = level_slots(
+        places = kernels.level_slots(
             batch.page_table, batch.lengths, batch.active, count, width, self.cache.page_size, first=first, impl=impl
         )  # fmt: skip
         slots, positions = places.slots.flatten(1), places.positions.flatten(1)
         mode, longest = "chain" if views is None else "tree", batch.max_length + first + count * width
-        shared = AttentionMetadata(batch.page_table, batch.lengths, mode, q_lens=places.counts, max_length=longest)
+        shared = kernels.AttentionMetadata(
+            batch.page_table, batch.lengths, mode, q_lens=places.counts, max_length=longest
+        )
         if views is None:
             # The earlier tokens precede a token of a chain, whose position is the length by then.
             return slots, positions, [shared._replace(lengths=each) for each in positions]
@@ -146,11 +140,11 @@ class PageMemory:
         groups = tuple(group for mixer in mixers for group in mixer.groups)
         return replace(mixers[0], slots=slots, positions=positions, groups=groups)
 
-    def commit(self, nodes: Any, batch: Batch, committed: Committed, chain: bool) -> None:
+    def commit(self, nodes: Any, batch: Batch, committed: kernels.Committed, chain: bool) -> None:
         """What is stored of a chain is in order already; that of a tree moves."""
         if not chain:
             kv, start, path = self.cache.kv, committed.start, committed.nodes
-            move_accepted(kv, batch.page_table, start, path, impl=self.resources.impl)
+            kernels.move_accepted(kv, batch.page_table, start, path, impl=self.resources.impl)
 
     def move_slot(self, source: int, target: int) -> None:
         """Pages stay where they are."""
@@ -176,7 +170,7 @@ class PagedMixer:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         stored, scales = self.cache.kv[layer], self.cache.scales and self.cache.scales.of_layer(layer)
         q_rows, k_rows, v_rows = (x.flatten(0, -3) for x in (q, k, v))
-        queries = write_kv(
+        queries = kernels.write_kv(
             q_rows,
             k_rows,
             v_rows,
@@ -210,17 +204,17 @@ class PagedMemory(PageMemory):
         self.cache, self.resources = cache, resources
         self.windowed = any(cache.config.sliding_windows)
 
-    def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> PagedMixer:
+    def nodes(self, batch: Batch, links: kernels.TreeLinks, chain: bool, max_depth: int) -> PagedMixer:
         phase = "verify" if links.positions.shape[1] > 1 else "decode"
         tree: dict[str, Any] = {}
         if not chain:
             tree = dict(mode="tree", mask=links.mask, depths=links.depth)
             if self.resources.deterministic:
-                tree["paths"] = mask_paths(links.mask, max_depth + 1, impl=self.resources.impl)
+                tree["paths"] = kernels.mask_paths(links.mask, max_depth + 1, impl=self.resources.impl)
         return self.over(batch, links.positions, phase=phase, **tree)
 
     def _group(
-        self, shape: torch.Size, metadata: AttentionMetadata, phase: str, kinds: Sequence[Kind] = ()
+        self, shape: torch.Size, metadata: kernels.AttentionMetadata, phase: str, kinds: Sequence[Kind] = ()
     ) -> PagedRows:
         kinds, sizes, backend = kinds or self._kinds(metadata.mode), self._shape(shape[1]), self.resources.backend
         each = dict.fromkeys(kinds)
@@ -249,17 +243,17 @@ class PagedMemory(PageMemory):
 
         return mixer
 
-    def _shape(self, width: int) -> AttentionShape:
+    def _shape(self, width: int) -> kernels.AttentionShape:
         config, cache = self.cache.config, self.cache
         sizes = (width, config.num_heads, config.num_kv_heads, config.head_dim, cache.page_size)
-        return AttentionShape(*sizes, self.resources.dtype, cache.kv.dtype)
+        return kernels.AttentionShape(*sizes, self.resources.dtype, cache.kv.dtype)
 
     def _kinds(self, mode: str) -> list[Kind]:
         """(mode, window) of each layer."""
         config = self.cache.config
         return [(mode, config.window(layer)) for layer in range(config.num_layers)]
 
-    def _of_kind(self, metadata: AttentionMetadata, mode: str, window: int | None) -> AttentionMetadata:
+    def _of_kind(self, metadata: kernels.AttentionMetadata, mode: str, window: int | None) -> kernels.AttentionMetadata:
         """The metadata of layers with this mode and window; scale and soft cap come from the model's config."""
         by_depth, config = mode == "tree" and window is not None, self.cache.config
         return metadata._replace(
