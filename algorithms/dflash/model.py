@@ -23,13 +23,12 @@ from algorithms.models.decoder import INIT_STD, DecoderLayer, reset_layers, run_
 from algorithms.models.fusion import project, queries_only
 from algorithms.models.layers import Mixer, RMSNorm
 from algorithms.models.scaled_linear import joined
-from specdec_kernels import Normed, ScaledWeight
 
 
 class StackedKV(NamedTuple):
     """Key and value weights of all draft layers in one matrix."""
 
-    weight: Tensor | ScaledWeight  # [num_layers * 2 * H_kv * D, hidden], keys then values of each layer
+    weight: Tensor | kernels.ScaledWeight  # [num_layers * 2 * H_kv * D, hidden], keys then values of each layer
     bias: Tensor | None
     k_norm: Tensor | None  # [num_layers, D]
 
@@ -43,9 +42,9 @@ class ConvLayer(DecoderLayer):
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         return self._after(layer, self.input_layernorm(x), x, mixer)
 
-    def fused(self, layer: int, start: Normed, mixer: Mixer, following: RMSNorm) -> Normed:
+    def fused(self, layer: int, start: kernels.Normed, mixer: Mixer, following: RMSNorm) -> kernels.Normed:
         x = self._after(layer, start.normed, start.residual, mixer)
-        return Normed(following(x), x)
+        return kernels.Normed(following(x), x)
 
     def _after(self, layer: int, normed: Tensor, x: Tensor, mixer: Mixer) -> Tensor:
         convolve, projection = GroupedConv.convolve, self.self_attn.o_proj

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import specdec_kernels as kernels
 from algorithms.models.config_keys import nested
 from algorithms.models.fusion import Fusable
-from specdec_kernels import ScaledWeight
 
 BLOCK = 128
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -145,7 +144,7 @@ def quantised_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 class Packed(NamedTuple):
     """Weights [rows of all, in] of several projections, and their biases."""
 
-    weight: Tensor | ScaledWeight
+    weight: Tensor | kernels.ScaledWeight
     bias: Tensor | None
 
 
@@ -154,7 +153,7 @@ def packed(projections: Sequence[nn.Linear | ScaledLinear]) -> Packed:
     """`joined`; the weights and biases of the projections become views of it."""
     found = joined(projections)
     weight, bias = found
-    codes = weight.codes if isinstance(weight, ScaledWeight) else weight
+    codes = weight.codes if isinstance(weight, kernels.ScaledWeight) else weight
     sizes = [projection.weight.shape[0] for projection in projections]
     for projection, part in zip(projections, codes.split(sizes), strict=True):
         projection.weight = nn.Parameter(part.view(projection.weight.dtype), requires_grad=False)
@@ -178,7 +177,7 @@ def joined(projections: Sequence[nn.Linear | ScaledLinear]) -> Packed:
     )
 
 
-def _scaled(codes: Tensor, members: Sequence[ScaledWeight]) -> ScaledWeight:
+def _scaled(codes: Tensor, members: Sequence[kernels.ScaledWeight]) -> kernels.ScaledWeight:
     """`codes` with the scales of their members, in groups of rows so small that each member begins with one."""
     group, row, scales = members[0].group_rows, 0, []
     for member in members:

@@ -18,7 +18,6 @@ from algorithms.models.experts.config import ExpertsConfig
 from algorithms.models.folder import COPY_AGAIN, ModelError
 from algorithms.models.fusion import Fusable, project
 from algorithms.models.layers import MLP, RMSNorm, SwiGLU
-from specdec_kernels import Routed
 
 MATRICES = ("gate_up_proj", "down_proj")
 _LARGEST_SCALE = 252
@@ -243,7 +242,7 @@ def _shared(config: DecoderConfig, width: int) -> SwiGLU | None:
     return SwiGLU(replace(config, intermediate_size=width, mlp_bias=False)) if width else None
 
 
-def masked_expert_mlp(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
+def masked_expert_mlp(x: Tensor, routed: kernels.Routed, gate_up: Tensor, down: Tensor) -> Tensor:
     """[T, H]: `specdec_kernels.expert_mlp` of `x [T, H]`, `gate_up [E, 2 F, H]` and `down [E, H, F]`, with gradients.
     Every expert runs over every row, so that no size depends on the routing; the second product adds them."""
     count, outer, _ = gate_up.shape
@@ -253,7 +252,7 @@ def masked_expert_mlp(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor) 
     return F.linear((F.silu(gate) * up * shares[..., None]).flatten(1), down.transpose(0, 1).flatten(1)).to(x.dtype)
 
 
-def imbalance(logits: Tensor, routed: Routed) -> Tensor:
+def imbalance(logits: Tensor, routed: kernels.Routed) -> Tensor:
     """E times the sum over experts of the share of rows' choices and the mean probability: 1 where all experts are
     chosen alike, E where one is (Switch Transformer, arXiv 2101.03961, equation 4). `logits [T, E]`."""
     experts = logits.shape[1]
