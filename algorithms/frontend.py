@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from algorithms.engine.request import Request
 from algorithms.engine.settings import WEIGHT_DTYPES
+from algorithms.lazy import torch
 from algorithms.registry import available, configured
 from algorithms.step.sampling_params import SamplingParams
 from specdec_kernels.checks import expect_choice
 
 if TYPE_CHECKING:
-    import torch
-
     from algorithms.algorithm import Algorithm
     from algorithms.attention.backends.protocol import Backend
     from algorithms.engine.session import Generation
@@ -37,8 +36,6 @@ def load_target(
     `device` auto takes a GPU if there is one. `dtype` auto is bfloat16 on a GPU and float32 on the CPU. `weight_dtype`
     as `runtime.weight_dtype`. Raises ValueError: the folder cannot be used, or `device` is a GPU and there is none.
     """
-    import torch
-
     from algorithms.models.loading import load_target as load
 
     if device == "auto":
@@ -71,7 +68,7 @@ def load_backend(name: str | Any = "fa4", impl: str = "auto", deterministic: boo
     `impl` is `auto`, `triton` or `reference`; `auto` takes the kernels on a GPU and plain torch elsewhere. Raises
     ValueError for an unknown name or setting, or where the backend's package is missing.
     """
-    from algorithms.attention.backends.selection import backends
+    from algorithms.attention.backends import backends
 
     kinds = backends()
     config = configured(kinds, "backend", name, settings)

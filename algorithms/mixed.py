@@ -8,11 +8,12 @@ sampled drafts is not known for a merged tree.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Algorithm, AttentionCalls, Batch, DraftTree, Observation, Resources
 from algorithms.drafting.draft_sampling import MAX_NODES
+from algorithms.lazy import torch
 from algorithms.registry import available, configured
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Wrapper(Algorithm):
     """Binds, teaches, moves and resets its `inner` algorithms; a subclass makes a tree of their drafts."""
 
     inner: tuple[Algorithm, ...]
+    verifies_others: ClassVar[bool] = False
+    """Whether other drafts are verified than those of an inner algorithm."""
 
     @classmethod
     def parts(cls, config: Any) -> list[Part]:
@@ -54,9 +57,9 @@ class Wrapper(Algorithm):
         calls = [part.kind.check(part.config, target, part.draft_path or draft_path) for part in cls.parts(config)]
         return next(filter(None, calls), None)
 
-    @classmethod
-    def made(cls, config: Any, target: Target, draft_path: str | None) -> list[Algorithm]:
-        return [part.kind(part.config, target, part.draft_path or draft_path) for part in cls.parts(config)]
+    def __init__(self, config: Any, target: Target, draft_path: str | None) -> None:
+        parts = self.parts(config)
+        self.wrap(*(part.kind(part.config, target, part.draft_path or draft_path) for part in parts))
 
     def wrap(self, *inner: Algorithm) -> None:
         """Run these, with the target layers and cache slots that they need."""
@@ -75,10 +78,18 @@ class Wrapper(Algorithm):
         for each in self.inner:
             each.bind(resources)
 
+    def drafted(self, batch: Batch, num_nodes: int) -> list[DraftTree]:
+        """The draft of each, of at most `num_nodes`."""
+        return [
+            each.propose_few(batch, num_nodes) if num_nodes < each.num_nodes else each.propose(batch)
+            for each in self.inner
+        ]
+
     def observe(self, seen: Observation) -> None:
         for each in self.inner:
             features = [seen.features[self.target_layers.index(layer)] for layer in each.target_layers]
-            each.observe(replace(seen, features=features))
+            stale = seen.drafts_stale or self.verifies_others
+            each.observe(replace(seen, features=features, drafts_stale=stale))
 
     def reset(self) -> None:
         for each in self.inner:
@@ -92,6 +103,7 @@ class Wrapper(Algorithm):
 class Mixed(Wrapper):
     name = "mixed"
     chain = False
+    verifies_others = True
 
     @dataclass
     class Config:
@@ -106,7 +118,7 @@ class Mixed(Wrapper):
         return [part_of(key, getattr(config, key), (cls.name, "synthetic")) for key in ("first", "second")]
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
-        self.wrap(*self.made(config, target, draft_path))
+        super().__init__(config, target, draft_path)
         for part in self.inner:
             if part.rule != "target_only":
                 expected = "expected drafters with the rule target_only"
@@ -116,19 +128,10 @@ class Mixed(Wrapper):
             raise ValueError(f"algo=mixed: expected 2 to {MAX_NODES} nodes in all, got {self.num_nodes}")
         self.max_depth = max(part.max_depth for part in self.inner)
 
-    def propose(self, batch: Batch) -> DraftTree:
-        return self._joined(batch, *(part.propose(batch) for part in self.inner))
-
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
         """The most likely nodes of both drafts together."""
-        joined = self._joined(
-            batch,
-            *(
-                part.propose_few(batch, num_nodes) if num_nodes < part.num_nodes else part.propose(batch)
-                for part in self.inner
-            ),
-        )
-        if joined.path_probs is None:
+        joined = self._joined(batch, *self.drafted(batch, num_nodes))
+        if num_nodes == self.num_nodes or joined.path_probs is None:
             return joined
         parents = kernels.tree_parents(joined.links.mask, impl=self._impl)
         # Node i is candidate i - 1, and one that is not in the tree hangs under none.
@@ -140,19 +143,14 @@ class Mixed(Wrapper):
 
     def _joined(self, batch: Batch, first: DraftTree, second: DraftTree) -> DraftTree:
         """The union of two trees. A node of both is as likely as the first drafter says."""
-        from torch import cat, where
-
         parts = [(tree.tokens, kernels.tree_parents(tree.links.mask, impl=self._impl)) for tree in (first, second)]
         tokens, parents = kernels.merge_trees(*parts[0], *parts[1], impl=self._impl)
         path_probs = None
         if self._needs_path_probs:
-            both = cat([_path_probs(first), _path_probs(second)[:, 1:]], 1)
-            path_probs = where(parents == kernels.UNUSED_PARENT, 0.0, both)
+            both = torch.cat([_path_probs(first), _path_probs(second)[:, 1:]], 1)
+            path_probs = torch.where(parents == kernels.UNUSED_PARENT, 0.0, both)
         links = kernels.build_tree(parents, batch.lengths, impl=self._impl)
         return DraftTree(tokens, links, path_probs=path_probs)
-
-    def observe(self, seen: Observation) -> None:
-        super().observe(replace(seen, drafts_stale=True))
 
 
 def _path_probs(tree: DraftTree) -> Tensor:

@@ -11,12 +11,13 @@ of a request cuts off. Whether a draft is right follows from the request's seed 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import specdec_kernels as kernels
-from algorithms.algorithm import Batch, DraftTree, Observation, Resources
+from algorithms.algorithm import Batch, DraftTree, Resources
 from algorithms.autoregressive import Autoregressive
+from algorithms.lazy import torch
 from algorithms.mixed import Part, Wrapper, part_of
 from specdec_kernels.checks import expect_between
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 class Synthetic(Wrapper):
     name = "synthetic"
+    verifies_others = True
 
     @dataclass
     class Config:
@@ -49,7 +51,7 @@ class Synthetic(Wrapper):
         return [part_of("drafter", config.drafter, (cls.name,))] if config.drafter else []
 
     def __init__(self, config: Config, target: Target, draft_path: str | None) -> None:
-        self.wrap(*self.made(config, target, draft_path))
+        super().__init__(config, target, draft_path)
         self.recorder = Autoregressive(Autoregressive.Config(), target, None)
         self._vocab = target.config.vocab_size
         self.num_nodes, self.max_depth = len(config.rate) + 1, len(config.rate)
@@ -58,21 +60,15 @@ class Synthetic(Wrapper):
         self._rates = [*config.rate, *config.rate[-1:] * self.max_depth][: self.max_depth]
 
     def bind(self, resources: Resources) -> None:
-        import torch
-
         self._thresholds = torch.tensor(self._rates, dtype=torch.float32, device=resources.device)
         super().bind(resources)
 
     def propose_few(self, batch: Batch, num_nodes: int) -> DraftTree:
         """The tree of the drafter, or a chain: right tokens on the first path as far as drawn, wrong ones elsewhere."""
-        import torch
-
         if not self.inner:
             links = kernels.build_chain(batch.lengths, num_nodes, impl=self._impl)
-        elif num_nodes < self.num_nodes:
-            links = self.inner[0].propose_few(batch, num_nodes).links
         else:
-            links = self.inner[0].propose(batch).links
+            links = self.drafted(batch, num_nodes)[0].links
         depth = links.depth.long()
         right = batch.history.gather(1, links.positions.clamp(0, batch.history.shape[1] - 1))
         seeds = batch.sampling.seeds
@@ -92,8 +88,6 @@ class Synthetic(Wrapper):
 
     def _on_path(self, links: kernels.TreeLinks) -> Tensor:
         """[B, N] bool: whether a node is node 0, its first child, the first child of that, and so on."""
-        import torch
-
         if self.chain:
             return torch.ones_like(links.first_child, dtype=torch.bool)
         num_nodes = links.first_child.shape[1]
@@ -107,14 +101,9 @@ class Synthetic(Wrapper):
             node = child.gather(1, node)
         return on_path[:, :num_nodes]
 
-    def observe(self, seen: Observation) -> None:
-        super().observe(replace(seen, drafts_stale=True))
-
 
 def uniforms(seeds: Tensor, lengths: Tensor, count: int) -> Tensor:
     """[B, count] float32 in [0, 1) for `seeds`, `lengths` [B] int64, by SplitMix64 (Steele et al., OOPSLA 2014)."""
-    import torch
-
     places = torch.arange(count, device=seeds.device)
     state = seeds[:, None] * -0x61C8864680B583EB + lengths[:, None] * 1_000_003 + places
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):

@@ -9,18 +9,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from algorithms.algorithm import Batch, Observation, Prompts, Resources
+from algorithms.algorithm import Batch, Prompts, Resources
 from algorithms.attention.cache import KVCache, KVScales
-from algorithms.attention.paged_attention import LevelSizes, LevelViews, PagedMixer, PageMemory, paged_levels
+from algorithms.attention.paged_attention import PagedMemory, PageMemory
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.memory import LatentMemory
 from algorithms.models.layers import Mixer
 from algorithms.models.linear.config import LinearConfig
 from algorithms.models.linear.memory import StateMemory
-from specdec_kernels import Committed, TreeLinks, mask_paths
-
-Levels = Callable[[int], Mixer]
+from specdec_kernels import Committed, TreeLinks
 
 
 class Memory(Protocol):
@@ -30,42 +28,18 @@ class Memory(Protocol):
     def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> Mixer:
         """Plan a forward over the nodes `[B, N]` of a step, which begin at position L; `chain`: node i follows node
         i - 1. What it writes behind the accepted path may not show later."""
-        ...
 
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> Mixer:
         """Plan a forward over tiles of prompts `[B, tile]` at `positions`, of which `counts [B]` columns are tokens."""
-        ...
 
     def joint(self, mixers: Sequence[Any]) -> Any:
         """One forward over the rows of several mixers of this memory, one after the other."""
-        ...
 
     def commit(self, nodes: Any, batch: Batch, committed: Committed, chain: bool) -> None:
         """Keep the accepted path after the forward that `nodes` planned; `batch.lengths` have moved on already."""
-        ...
 
     def move_slot(self, source: int, target: int) -> None:
         """Move what is kept of the request of batch slot `source` to slot `target`."""
-        ...
-
-
-class DraftMemory(Protocol):
-    """What a drafter's layers keep, which are of one kind."""
-
-    windowed: bool
-    """Whether a layer has a sliding window, so that `levels` of a tree needs depths."""
-
-    def following(self, seen: Observation) -> Mixer:
-        """Plan a forward over the text just observed."""
-        ...
-
-    def chained(self, batch: Batch, positions: Tensor) -> Mixer:
-        """Plan a forward over a chain `[B, N]` that begins at position L."""
-        ...
-
-    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Levels:
-        """Plan the forwards of a draft: gives the mixer of forward i, whose mask is filled by then."""
-        ...
 
 
 MEMORIES: dict[type, Callable[[DecoderConfig, Any, Resources], Memory]] = {
@@ -73,35 +47,6 @@ MEMORIES: dict[type, Callable[[DecoderConfig, Any, Resources], Memory]] = {
     LinearConfig: StateMemory,
 }
 """The memory of each other kind of mixing: of layers of this shape and these sizes, for one run."""
-
-
-class PagedMemory(PageMemory):
-    def __init__(self, cache: KVCache, resources: Resources) -> None:
-        self.cache, self.resources, self.pool = cache, resources, cache.kv
-        self.windowed = any(cache.config.sliding_windows)
-
-    def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> PagedMixer:
-        paths = None
-        if self.resources.deterministic and not chain:
-            paths = mask_paths(links.mask, max_depth + 1, impl=self.resources.impl)
-        return self._over(
-            batch,
-            links.positions,
-            mode="chain" if chain else "tree",
-            mask=None if chain else links.mask,
-            depths=None if chain else links.depth,
-            paths=paths,
-            phase="verify" if links.positions.shape[1] > 1 else "decode",
-        )
-
-    def _over(self, batch: Batch, positions: Tensor, **how: Any) -> PagedMixer:
-        return PagedMixer.over(batch, positions, self.cache, self.resources, **how)
-
-    def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> PagedMixer:
-        return self._over(batch, positions, counts=counts, phase="prefill")
-
-    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Levels:
-        return paged_levels(batch, self.cache, self.resources, sizes, views)
 
 
 class LayeredMixer:
@@ -125,21 +70,16 @@ class LayeredMemory:
         self._places = [(kind, kinds[:layer].count(kind)) for layer, kind in enumerate(kinds)]
 
     def nodes(self, batch: Batch, links: TreeLinks, chain: bool, max_depth: int) -> LayeredMixer:
-        return self._joined({kind: each.nodes(batch, links, chain, max_depth) for kind, each in self.memories.items()})
+        return self._planned(lambda kind, memory: memory.nodes(batch, links, chain, max_depth))
 
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> LayeredMixer:
-        return self._joined(
-            {kind: each.tiles(batch, positions, counts, prompts) for kind, each in self.memories.items()}
-        )
+        return self._planned(lambda kind, memory: memory.tiles(batch, positions, counts, prompts))
 
     def joint(self, mixers: Sequence[LayeredMixer]) -> LayeredMixer:
-        of_kinds = {
-            kind: memory.joint([each.mixers[kind] for each in mixers]) for kind, memory in self.memories.items()
-        }
-        return self._joined(of_kinds)
+        return self._planned(lambda kind, memory: memory.joint([each.mixers[kind] for each in mixers]))
 
-    def _joined(self, mixers: Mapping[Any, Any]) -> LayeredMixer:
-        return LayeredMixer(mixers, self._places)
+    def _planned(self, plan: Callable[[Any, Memory], Any]) -> LayeredMixer:
+        return LayeredMixer({kind: plan(kind, memory) for kind, memory in self.memories.items()}, self._places)
 
     def commit(self, nodes: LayeredMixer, batch: Batch, committed: Committed, chain: bool) -> None:
         for kind, memory in self.memories.items():
@@ -165,11 +105,11 @@ def allocate_memory(config: DecoderConfig, resources: Resources, kv_scales: KVSc
     return LayeredMemory(memories, kinds) if len(memories) > 1 else memories[kinds[0]]
 
 
-def allocate_draft_memory(config: DecoderConfig, resources: Resources) -> DraftMemory:
+def allocate_draft_memory(config: DecoderConfig, resources: Resources) -> PageMemory:
     """The memory of a drafter, for one run; ValueError for layers of several kinds, or of linear attention."""
     if len(set(config.mixings)) > 1 or any(isinstance(kind, LinearConfig) for kind in config.mixings):
         kinds = [type(kind).__name__ for kind in config.mixings]
         raise ValueError(f"a drafter's layers: expected attention or latent attention in all of them, got {kinds}")
     memory = allocate_memory(config, resources)
-    assert isinstance(memory, (PagedMemory, LatentMemory))
+    assert isinstance(memory, PageMemory)
     return memory

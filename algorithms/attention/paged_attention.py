@@ -14,19 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.algorithm import Batch, Observation, Resources
-from algorithms.attention.backends.protocol import Backend, LayerInputs, Levels
+import specdec_kernels as kernels
+from algorithms.algorithm import Batch, Observation, Prompts, Resources
+from algorithms.attention.backends.protocol import Backend, LayerInputs
 from algorithms.attention.cache import KVCache
-from algorithms.models.layers import MixerWeights
-from specdec_kernels import (
-    AttentionMetadata,
-    AttentionShape,
-    Committed,
-    level_slots,
-    move_accepted,
-    token_slots,
-    write_kv,
-)
+from algorithms.models.layers import Mixer, MixerWeights
+
+Levels = Callable[[int], Mixer]
 
 
 class LevelSizes(NamedTuple):
@@ -46,33 +40,6 @@ class LevelViews(NamedTuple):
     """Depths of these slots and of the tokens, for a drafter with windows."""
 
 
-def level_rows(
-    batch: Batch, sizes: LevelSizes, views: LevelViews | None, page_size: int, impl: str, scale: float | None = None
-) -> tuple[Tensor, Tensor, list[AttentionMetadata]]:
-    """Of each forward: slots and positions [B * width] int64, and the metadata of an attention without window."""
-    count, width, first = sizes
-    places = level_slots(
-        batch.page_table, batch.lengths, batch.active, count, width, page_size, first=first, impl=impl
-    )  # fmt: skip
-    slots, positions = places.slots.flatten(1), places.positions.flatten(1)
-    mode, longest = "chain" if views is None else "tree", batch.max_length + first + count * width
-    shared = AttentionMetadata(
-        batch.page_table, batch.lengths, mode, q_lens=places.counts, max_length=longest, scale=scale
-    )
-    if views is None:
-        # The earlier tokens precede a token of a chain, whose position is the length by then.
-        return slots, positions, [shared._replace(lengths=each) for each in positions]
-    calls = [
-        shared._replace(mask=mask, tree_width=first + (level + 1) * width) for level, mask in enumerate(views.masks)
-    ]
-    if views.depths is not None:
-        calls = [
-            call._replace(depths=by_slot, row_depths=by_row)
-            for call, (by_slot, by_row) in zip(calls, views.depths, strict=True)
-        ]
-    return slots, positions, calls
-
-
 Kind = tuple[str, int | None]  # (mode, window) of a layer's attention
 
 
@@ -89,49 +56,95 @@ def split_rows(rows: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def planned_rows(
-    batch: Batch, positions: Tensor, counts: Tensor, page_size: int, impl: str, **seen: Any
-) -> tuple[Tensor, Tensor, AttentionMetadata]:
-    """Slots and positions [B * N] int64 of `positions [B, N]` at slots L … L + N - 1, of which `counts [B]` columns are
-    real, and the metadata of their attention; `seen` are further fields of it."""
-    width, lengths = positions.shape[1], batch.lengths
-    slots = token_slots(batch.page_table, lengths, counts, width, page_size, impl=impl)
-    longest = batch.max_length + width
-    metadata = AttentionMetadata(batch.page_table, lengths, q_lens=counts, max_length=longest, **seen)
-    # Positions may be one row seen by all requests; the kernels want them written out.
-    return slots.flatten(), positions.flatten().contiguous(), metadata
-
-
-def joined(mixers: Sequence[Any]) -> Any:
-    """One mixer over the groups of several."""
-    slots, positions = (torch.cat([getattr(mixer, name) for mixer in mixers]) for name in ("slots", "positions"))
-    groups = tuple(group for mixer in mixers for group in mixer.groups)
-    return replace(mixers[0], slots=slots, positions=positions, groups=groups)
-
-
 class PageMemory:
-    """What memories in pages share, see `memory`. A subclass plans a forward by `_over`; `pool` is what moves of it."""
+    """A memory in pages, of a target or a drafter. A subclass makes the `_mixer` of a `_group` of rows."""
 
+    cache: KVCache
     resources: Resources
-    pool: Tensor
     windowed = False
-    _over: Any
+    """Whether a layer has a sliding window, so that `levels` of a tree needs depths."""
+    levels: Callable[..., Levels]
+    """Of a batch, `LevelSizes` and `LevelViews | None`: plans the forwards of a draft, and gives the mixer of forward
+    i, whose mask is filled by then."""
+    _group: Any
+    _mixer: Any
+
+    def over(
+        self,
+        batch: Batch,
+        positions: Tensor,
+        counts: Tensor | None = None,
+        phase: str = "verify",
+        mode: str = "chain",
+        kinds: Sequence[Kind] = (),
+        **seen: Any,
+    ) -> Any:
+        """Plan a forward of `positions [B, N]` at slots L … L + N - 1.
+
+        In row b only the first `counts[b]` columns are real (all, if None; none of a padding row): the others store
+        nothing and come out as zeros. `phase` is one of `FORWARD_PHASES`. `kinds` gives the (mode, window) of each
+        layer where they are not `mode` and the window of the model. `mode` and `seen` are fields of
+        `AttentionMetadata`.
+        """
+        width, table, lengths, impl = positions.shape[1], batch.page_table, batch.lengths, self.resources.impl
+        if counts is None:
+            counts = batch.active if width == 1 else batch.active * width
+        slots = kernels.token_slots(table, lengths, counts, width, self.cache.page_size, impl=impl)
+        metadata = kernels.AttentionMetadata(
+            table, lengths, mode, q_lens=counts, max_length=batch.max_length + width, **seen
+        )
+        group = self._group(positions.shape, metadata, phase, kinds)
+        # Positions may be one row seen by all requests; the kernels want them written out.
+        return self._mixer(slots.flatten(), positions.flatten().contiguous(), group)
+
+    def _level_rows(
+        self, batch: Batch, sizes: LevelSizes, views: LevelViews | None
+    ) -> tuple[Tensor, Tensor, list[kernels.AttentionMetadata]]:
+        """Of each forward: slots and positions [B * width] int64, and the metadata of an attention without window."""
+        (count, width, first), impl = sizes, self.resources.impl
+        places = kernels.level_slots(
+            batch.page_table, batch.lengths, batch.active, count, width, self.cache.page_size, first=first, impl=impl
+        )  # fmt: skip
+        slots, positions = places.slots.flatten(1), places.positions.flatten(1)
+        mode, longest = "chain" if views is None else "tree", batch.max_length + first + count * width
+        shared = kernels.AttentionMetadata(
+            batch.page_table, batch.lengths, mode, q_lens=places.counts, max_length=longest
+        )
+        if views is None:
+            # The earlier tokens precede a token of a chain, whose position is the length by then.
+            return slots, positions, [shared._replace(lengths=each) for each in positions]
+        calls = [
+            shared._replace(mask=mask, tree_width=first + (level + 1) * width) for level, mask in enumerate(views.masks)
+        ]
+        if views.depths is not None:
+            calls = [
+                call._replace(depths=by_slot, row_depths=by_row)
+                for call, (by_slot, by_row) in zip(calls, views.depths, strict=True)
+            ]
+        return slots, positions, calls
+
+    def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> Any:
+        return self.over(batch, positions, counts, "prefill")
 
     def following(self, seen: Observation) -> Any:
-        phase = "prefill" if seen.is_prefill else "draft"
-        return self._over(seen.batch, seen.positions, counts=seen.counts, phase=phase)
+        """Plan a drafter's forward over the text just observed."""
+        return self.over(seen.batch, seen.positions, seen.counts, "prefill" if seen.is_prefill else "draft")
 
     def chained(self, batch: Batch, positions: Tensor) -> Any:
-        return self._over(batch, positions, phase="draft")
+        """Plan a drafter's forward over a chain `[B, N]` that begins at position L."""
+        return self.over(batch, positions, phase="draft")
 
     def joint(self, mixers: Sequence[Any]) -> Any:
-        return joined(mixers)
+        """One mixer over the groups of several."""
+        slots, positions = (torch.cat([getattr(mixer, name) for mixer in mixers]) for name in ("slots", "positions"))
+        groups = tuple(group for mixer in mixers for group in mixer.groups)
+        return replace(mixers[0], slots=slots, positions=positions, groups=groups)
 
-    def commit(self, nodes: Any, batch: Batch, committed: Committed, chain: bool) -> None:
+    def commit(self, nodes: Any, batch: Batch, committed: kernels.Committed, chain: bool) -> None:
         """What is stored of a chain is in order already; that of a tree moves."""
         if not chain:
-            start, path = committed.start, committed.nodes
-            move_accepted(self.pool, batch.page_table, start, path, impl=self.resources.impl)
+            kv, start, path = self.cache.kv, committed.start, committed.nodes
+            kernels.move_accepted(kv, batch.page_table, start, path, impl=self.resources.impl)
 
     def move_slot(self, source: int, target: int) -> None:
         """Pages stay where they are."""
@@ -154,46 +167,10 @@ class PagedMixer:
         """See `algorithms.models.decoder.real_rows`."""
         return self.slots >= 0
 
-    @classmethod
-    def over(
-        cls,
-        batch: Batch,
-        positions: Tensor,
-        cache: KVCache,
-        resources: Resources,
-        mode: str = "chain",
-        *,
-        mask: Tensor | None = None,
-        counts: Tensor | None = None,
-        phase: str = "verify",
-        depths: Tensor | None = None,
-        paths: Tensor | None = None,
-        kinds: Sequence[Kind] | None = None,
-    ) -> PagedMixer:
-        """Plan a forward of `positions [B, N]` at slots L … L + N - 1.
-
-        `mode`, `mask`, `depths` and `paths` mean what they mean to `AttentionMetadata`; depths are used by layers with
-        a window. `phase` is prefill, verify or draft. In row b only the first `counts[b]` columns are real (all, if
-        None; none of a padding row): the others store nothing and come out as zeros. `kinds` gives the (mode, window)
-        of each layer where they are not `mode` and the window of the model's config.
-        """
-        width, impl = positions.shape[1], resources.impl
-        if counts is None:
-            counts = batch.active if width == 1 else batch.active * width
-        seen = dict(mode=mode, mask=mask, depths=depths, paths=paths)
-        slots, flat, metadata = planned_rows(batch, positions, counts, cache.page_size, impl, **seen)
-        shape, kinds = _attention_shape(cache, width, resources), kinds or _kinds_of(cache, mode)
-        plans = {
-            kind: resources.backend.plan(_of_layer(metadata, cache, *kind), shape, phase)
-            for kind in dict.fromkeys(kinds)
-        }
-        rows = PagedRows(positions.shape, tuple(plans[kind] for kind in kinds))
-        return cls(cache, slots, flat, resources.backend, (rows,), impl)
-
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, weights: MixerWeights) -> Tensor:
         stored, scales = self.cache.kv[layer], self.cache.scales and self.cache.scales.of_layer(layer)
         q_rows, k_rows, v_rows = (x.flatten(0, -3) for x in (q, k, v))
-        queries = write_kv(
+        queries = kernels.write_kv(
             q_rows,
             k_rows,
             v_rows,
@@ -220,50 +197,71 @@ class PagedMixer:
         return out
 
 
-def paged_levels(
-    batch: Batch, cache: KVCache, resources: Resources, sizes: LevelSizes, views: LevelViews | None = None
-) -> Callable[[int], PagedMixer]:
-    """The mixers of the forwards in which a drafter writes one level of its draft after another, planned at once."""
-    slots, positions, calls = level_rows(batch, sizes, views, cache.page_size, resources.impl)
-    width, mode, backend = sizes.width, "chain" if views is None else "tree", resources.backend
-    shape, kinds = _attention_shape(cache, width, resources), _kinds_of(cache, mode)
-    steps = dict(length_step=1) if views is None else dict(width_step=width)
-    of_kind = {}
-    for kind in dict.fromkeys(kinds):
-        levels = Levels([_of_layer(call, cache, *kind) for call in calls], **steps)
-        of_kind[kind] = levels, backend.plan_levels(levels, shape, "draft")
+class PagedMemory(PageMemory):
+    """Keys and values of a model, and the plans of its forwards."""
 
-    def mixer(level: int) -> PagedMixer:
-        plans = {
-            kind: backend.plan(levels.calls[level], shape, "draft") if planned is None else planned[level]
-            for kind, (levels, planned) in of_kind.items()
-        }
-        rows = PagedRows(torch.Size((len(batch.lengths), width)), tuple(plans[kind] for kind in kinds))
-        return PagedMixer(cache, slots[level], positions[level], backend, (rows,), resources.impl)
+    def __init__(self, cache: KVCache, resources: Resources) -> None:
+        self.cache, self.resources = cache, resources
+        self.windowed = any(cache.config.sliding_windows)
 
-    return mixer
+    def nodes(self, batch: Batch, links: kernels.TreeLinks, chain: bool, max_depth: int) -> PagedMixer:
+        phase = "verify" if links.positions.shape[1] > 1 else "decode"
+        tree: dict[str, Any] = {}
+        if not chain:
+            tree = dict(mode="tree", mask=links.mask, depths=links.depth)
+            if self.resources.deterministic:
+                tree["paths"] = kernels.mask_paths(links.mask, max_depth + 1, impl=self.resources.impl)
+        return self.over(batch, links.positions, phase=phase, **tree)
 
+    def _group(
+        self, shape: torch.Size, metadata: kernels.AttentionMetadata, phase: str, kinds: Sequence[Kind] = ()
+    ) -> PagedRows:
+        kinds, sizes, backend = kinds or self._kinds(metadata.mode), self._shape(shape[1]), self.resources.backend
+        each = dict.fromkeys(kinds)
+        plans = {kind: backend.plan(self._of_kind(metadata, *kind), sizes, phase) for kind in each}
+        return PagedRows(shape, tuple(plans[kind] for kind in kinds))
 
-def _attention_shape(cache: KVCache, width: int, resources: Resources) -> AttentionShape:
-    config = cache.config
-    sizes = (width, config.num_heads, config.num_kv_heads, config.head_dim, cache.page_size)
-    return AttentionShape(*sizes, resources.dtype, cache.kv.dtype)
+    def _mixer(self, slots: Tensor, positions: Tensor, group: PagedRows) -> PagedMixer:
+        return PagedMixer(self.cache, slots, positions, self.resources.backend, (group,), self.resources.impl)
 
+    def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Callable[[int], PagedMixer]:
+        """Planned at once where the backend can."""
+        slots, positions, calls = self._level_rows(batch, sizes, views)
+        width, mode, backend = sizes.width, "chain" if views is None else "tree", self.resources.backend
+        shape, kinds = self._shape(width), self._kinds(mode)
+        of_kinds = {kind: [self._of_kind(call, *kind) for call in calls] for kind in dict.fromkeys(kinds)}
+        planned = {kind: backend.plan_levels(levels, shape, "draft") for kind, levels in of_kinds.items()}
 
-def _kinds_of(cache: KVCache, mode: str) -> list[Kind]:
-    """(mode, window) of each layer of the cache's model."""
-    return [(mode, cache.config.window(layer)) for layer in range(cache.config.num_layers)]
+        def plan(kind: Kind, level: int) -> Any:
+            at_once = planned[kind]
+            return backend.plan(of_kinds[kind][level], shape, "draft") if at_once is None else at_once[level]
 
+        def mixer(level: int) -> PagedMixer:
+            plans = {kind: plan(kind, level) for kind in of_kinds}
+            rows = PagedRows(torch.Size((len(batch.lengths), width)), tuple(plans[kind] for kind in kinds))
+            return self._mixer(slots[level], positions[level], rows)
 
-def _of_layer(metadata: AttentionMetadata, cache: KVCache, mode: str, window: int | None) -> AttentionMetadata:
-    """The metadata of layers with this mode and window; scale and soft cap come from the cache's model."""
-    by_depth = mode == "tree" and window is not None
-    return metadata._replace(
-        mode=mode,
-        mask=metadata.mask if mode == "tree" else None,
-        window=window,
-        depths=metadata.depths if by_depth else None,
-        row_depths=metadata.row_depths if by_depth else None,
-        soft_cap=cache.config.soft_cap,
-        scale=cache.config.scale,
-    )
+        return mixer
+
+    def _shape(self, width: int) -> kernels.AttentionShape:
+        config, cache = self.cache.config, self.cache
+        sizes = (width, config.num_heads, config.num_kv_heads, config.head_dim, cache.page_size)
+        return kernels.AttentionShape(*sizes, self.resources.dtype, cache.kv.dtype)
+
+    def _kinds(self, mode: str) -> list[Kind]:
+        """(mode, window) of each layer."""
+        config = self.cache.config
+        return [(mode, config.window(layer)) for layer in range(config.num_layers)]
+
+    def _of_kind(self, metadata: kernels.AttentionMetadata, mode: str, window: int | None) -> kernels.AttentionMetadata:
+        """The metadata of layers with this mode and window; scale and soft cap come from the model's config."""
+        by_depth, config = mode == "tree" and window is not None, self.cache.config
+        return metadata._replace(
+            mode=mode,
+            mask=metadata.mask if mode == "tree" else None,
+            window=window,
+            depths=metadata.depths if by_depth else None,
+            row_depths=metadata.row_depths if by_depth else None,
+            soft_cap=config.soft_cap,
+            scale=config.scale,
+        )

@@ -150,15 +150,6 @@ class DFlashConfig(Checked):
         return tuple(causal for causal, window in zip(self.causal_layers, self._windows, strict=True) if window)
 
     @property
-    def owns_mask(self) -> bool:
-        return self.mask_token_id == self.decoder.vocab_size
-
-    @property
-    def reduced(self) -> bool:
-        """Whether the drafter knows a part of the target's vocabulary only."""
-        return self.num_known < self.decoder.vocab_size
-
-    @property
     def num_known(self) -> int:
         """V_d: tokens that the drafter knows."""
         return self.draft_vocab_size or self.decoder.vocab_size

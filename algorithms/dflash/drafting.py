@@ -29,7 +29,6 @@ from algorithms.drafting.draft_sampling import (
     SampledShape,
     TreeShape,
 )
-from algorithms.models.config import EMBEDDING_LAYER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +80,8 @@ class DFlash(Algorithm):
         from algorithms.dflash.loading import load_dflash
 
         self._drafter = load_dflash(self.drafter_folder(draft_path), target)
-        self._target, self._topk = target.model, config.topk
+        self._drafter.bind(target.model)
+        self._topk = config.topk
         self._block = _block_of(config, self._drafter.config)
         self._most_drafts = self._drafter.config.num_drafts(self._block)
         self.chain = self._topk == 1 or self._most_drafts == 0
@@ -94,17 +94,17 @@ class DFlash(Algorithm):
             self._nodes = SampledShape.of(TreeShape(self.max_depth, self._topk, self.num_nodes))
             self.max_depth = self._nodes.max_depth
         self.draft_slots = self._block
-        self.target_layers = tuple(i for i in self._drafter.config.target_layer_ids if i != EMBEDDING_LAYER)
+        self.target_layers = self._drafter.target_layers
         self._kinds = _attention_kinds(self._drafter.config, config.window)
 
     def bind(self, resources: Resources) -> None:
-        from algorithms.attention.cache import KVCache
+        from algorithms.attention.memory import allocate_draft_memory
         from algorithms.drafting.sampled_tree import SampledTree
         from algorithms.drafting.tree_drafter import Drafts
 
         self._resources, self._drafts = resources, Drafts(resources, self._drafter.vocabulary)
         resources.choose_forward(self._drafter)
-        self._cache = KVCache.allocate(self._drafter.config.decoder, resources)
+        self._memory = allocate_draft_memory(self._drafter.config.decoder, resources)
         self._stacked = self._drafter.stack_kv()
         self._sampled = None
         if self._nodes is not None:
@@ -120,7 +120,7 @@ class DFlash(Algorithm):
             return DraftTree(batch.last_tokens[:, None], kernels.build_chain(batch.lengths, 1, impl=impl))
         hidden, logits = self._block_outputs(batch, self.max_depth if self._sampled else depth)
         batch.adjust(logits, 0, self._drafter.vocabulary)
-        paths = self._drafter.along_paths(self._target, logits, hidden, impl)
+        paths = self._drafter.along_paths(logits, hidden, impl)
         drafted = hidden[:, -logits.shape[1] :]
         if (lattice := self._drafter.lattice(logits, drafted, batch.last_tokens, impl)) is not None:
             return self._from_lattice(batch, *lattice, num_nodes)
@@ -159,7 +159,7 @@ class DFlash(Algorithm):
             if batch.filtered:
                 pairs = _filtered_pairs(lattice, pairs, sampling, impl)
             chain = kernels.sample_chain(lattice, pairs, sampling.temperature, sampling.seeds, batch.lengths, impl=impl)
-            probs = kernels.dense_probs(lattice, chain.probs, self._target.config.vocab_size)
+            probs = kernels.dense_probs(lattice, chain.probs, self._drafter.target.config.vocab_size)
             return DraftTree(chain.tokens, kernels.build_chain(batch.lengths, chain.tokens.shape[1], impl=impl), probs)
         if self.chain:
             chosen = kernels.greedy_chain(lattice, pairs, impl=impl)
@@ -171,8 +171,6 @@ class DFlash(Algorithm):
 
     def _block_outputs(self, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
         """Final hidden states of each block up to the last of `depth` drafts, and logits [B, depth, V_d] of these."""
-        from algorithms.attention.paged_attention import PagedMixer
-
         drafter, first = self._drafter, self._drafter.config.first_slot
         links = kernels.build_chain(batch.lengths, self._block, impl=self._resources.impl)
         windows: dict[str, Any] = {}
@@ -180,28 +178,25 @@ class DFlash(Algorithm):
             # One window for all slots of a block: as a tree whose nodes all have depth 0.
             mask = links.mask if any(drafter.config.sliding_causal) else links.mask[:, -1:].expand_as(links.mask)
             windows = dict(mask=mask.contiguous(), depths=links.depth * 0)
-        mixer = PagedMixer.over(
-            batch, links.positions, self._cache, self._resources, phase="draft", kinds=self._kinds, **windows
-        )
-        hidden = drafter(drafter.embed_block(self._target, batch.last_tokens, self._block), mixer)
-        return hidden[:, : first + depth], drafter.logits(self._target, hidden[:, first : first + depth])
+        mixer = self._memory.over(batch, links.positions, phase="draft", kinds=self._kinds, **windows)
+        hidden = drafter(drafter.embed_block(batch.last_tokens, self._block), mixer)
+        return hidden[:, : first + depth], drafter.logits(hidden[:, first : first + depth])
 
     def observe(self, seen: Observation) -> None:
         impl, batch, width = self._resources.impl, seen.batch, seen.tokens.shape[1]
-        given, ids = iter(seen.features), self._drafter.config.target_layer_ids
-        features = [self._target.embed(seen.tokens) if layer == EMBEDDING_LAYER else next(given) for layer in ids]
+        features = self._drafter.gather(seen.features, seen.tokens)
         keys, values = self._drafter.context_kv(self._drafter.context(features, seen.hidden), self._stacked)
-        page_size = self._cache.page_size
-        slots = kernels.token_slots(batch.page_table, batch.lengths, seen.counts, width, page_size, impl=impl)
+        cache = self._memory.cache
+        slots = kernels.token_slots(batch.page_table, batch.lengths, seen.counts, width, cache.page_size, impl=impl)
         kernels.materialize_kv(
             keys.flatten(0, 1),
             values.flatten(0, 1),
-            self._cache.kv,
+            cache.kv,
             slots.flatten(),
             seen.positions.flatten(),
-            self._cache.rope,
+            cache.rope,
             k_norm=self._stacked.k_norm,
-            eps=self._cache.config.rms_norm_eps,
+            eps=cache.config.rms_norm_eps,
             impl=impl,
         )
 

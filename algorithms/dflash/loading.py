@@ -123,7 +123,7 @@ def load_dflash(path: str | Path, target: loading.Target) -> DFlashDrafter:
     folder, config = read_dflash(path, target)
     with torch.device("meta"):
         drafter = DFlashDrafter(config)
-    ignored = {*(() if config.reduced else VOCABULARY), "verifier_lm_head.weight", "verifier_norm.weight"}
+    ignored = {*(VOCABULARY if drafter.d2t is None else ()), "verifier_lm_head.weight", "verifier_norm.weight"}
     load_weights(drafter, folder, target.device, target.dtype, ignored=ignored, rename=tensor_name)
     loading.fit_drafter(folder, drafter, target)
     shard_drafter(drafter)

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 import specdec_kernels as kernels
 from algorithms.dflash.config import GRU, HIDDEN_AND_TOKEN, MARKOV_HEADS, ConvConfig, DFlashConfig
 from algorithms.dflash.heads import BlockLogits, CandidateSelector, ConfidenceHead, GroupedConv, GRUHead, MarkovHead
+from algorithms.drafting.feature_head import DrafterModel
 from algorithms.models.config import DecoderConfig
-from algorithms.models.decoder import INIT_STD, Decoder, DecoderLayer, embedding, reset_layers, run_layers
-from algorithms.models.fusion import FusableModel, project, queries_only
+from algorithms.models.decoder import INIT_STD, DecoderLayer, reset_layers, run_layers
+from algorithms.models.fusion import project, queries_only
 from algorithms.models.layers import Mixer, RMSNorm
 from algorithms.models.scaled_linear import joined
-from specdec_kernels import Normed, ScaledWeight
 
 
 class StackedKV(NamedTuple):
     """Key and value weights of all draft layers in one matrix."""
 
-    weight: Tensor | ScaledWeight  # [num_layers * 2 * H_kv * D, hidden], keys then values of each layer
+    weight: Tensor | kernels.ScaledWeight  # [num_layers * 2 * H_kv * D, hidden], keys then values of each layer
     bias: Tensor | None
     k_norm: Tensor | None  # [num_layers, D]
 
@@ -42,9 +42,9 @@ class ConvLayer(DecoderLayer):
     def forward(self, layer: int, x: Tensor, mixer: Mixer) -> Tensor:
         return self._after(layer, self.input_layernorm(x), x, mixer)
 
-    def fused(self, layer: int, start: Normed, mixer: Mixer, following: RMSNorm) -> Normed:
+    def fused(self, layer: int, start: kernels.Normed, mixer: Mixer, following: RMSNorm) -> kernels.Normed:
         x = self._after(layer, start.normed, start.residual, mixer)
-        return Normed(following(x), x)
+        return kernels.Normed(following(x), x)
 
     def _after(self, layer: int, normed: Tensor, x: Tensor, mixer: Mixer) -> Tensor:
         convolve, projection = GroupedConv.convolve, self.self_attn.o_proj
@@ -56,13 +56,12 @@ class ConvLayer(DecoderLayer):
         return x + convolve(self.mlp(convolve(normed, before)), after)
 
 
-class DFlashDrafter(FusableModel):
-    d2t: Tensor
-    t2d: Tensor
+class DFlashDrafter(DrafterModel):
+    config: DFlashConfig
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config.decoder, config.owns_embedding, config.owns_head, config.num_known)
+        self.config, self.layer_ids = config, config.target_layer_ids
         hidden, eps = config.decoder.hidden_size, config.decoder.rms_norm_eps
         decoder, conv = config.decoder, config.conv
         layers = [ConvLayer(decoder, conv) if conv else DecoderLayer(decoder) for _ in range(decoder.num_layers)]
@@ -70,10 +69,8 @@ class DFlashDrafter(FusableModel):
         self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps)
         self.norm = RMSNorm(hidden, eps)
-        self.mask_embedding = nn.Parameter(torch.zeros(hidden)) if config.owns_mask else None
+        self.mask_embedding = nn.Parameter(torch.zeros(hidden)) if config.mask_token_id == decoder.vocab_size else None
         vocab_size, head = config.decoder.vocab_size, config.head
-        self.embed_tokens = embedding(vocab_size, hidden) if config.owns_embedding else None
-        self.lm_head = nn.Linear(hidden, config.num_known, bias=False) if config.owns_head else None
         self.markov_head = self.gru_head = self.candidate_selector = None
         if head is not None and head.kind in MARKOV_HEADS:
             self.markov_head = MarkovHead(head, vocab_size, config.num_known, hidden)
@@ -85,9 +82,6 @@ class DFlashDrafter(FusableModel):
         if config.confidence is not None:
             rank = head.rank if head is not None and config.confidence == HIDDEN_AND_TOKEN else 0
             self.confidence_head = ConfidenceHead(hidden, rank)
-        if config.reduced:
-            self.register_buffer("d2t", torch.zeros(config.num_known, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(vocab_size, dtype=torch.bool))
 
     def reset_parameters(self) -> None:
         reset_layers(self.layers)
@@ -98,21 +92,13 @@ class DFlashDrafter(FusableModel):
             if isinstance(module, (MarkovHead, GRUHead, CandidateSelector, GroupedConv)):
                 module.reset_parameters()
 
-    @property
-    def vocabulary(self) -> Tensor | None:
-        """[V_d] int64: added to an id of the drafter to give the target's; None adds nothing."""
-        return self.d2t if self.config.reduced else None
-
-    def embed(self, target: Decoder, tokens: Tensor) -> Tensor:
-        return target.embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)
-
-    def embed_block(self, target: Decoder, last_tokens: Tensor, size: int) -> Tensor:
+    def embed_block(self, last_tokens: Tensor, size: int) -> Tensor:
         """Inputs `[..., size, hidden]` of blocks: the embedding of each of `last_tokens [...]` int64, then masks."""
         if self.mask_embedding is None:
             tokens = last_tokens.new_full((*last_tokens.shape, size), self.config.mask_token_id)
             tokens[..., 0] = last_tokens
-            return self.embed(target, tokens) * self.config.embed_scale
-        first = self.embed(target, last_tokens)[..., None, :]
+            return self.embed(tokens) * self.config.embed_scale
+        first = self.embed(last_tokens)[..., None, :]
         masks = self.mask_embedding.to(first.dtype).expand(*last_tokens.shape, size - 1, -1)
         return torch.cat([first, masks], dim=-2) * self.config.embed_scale
 
@@ -148,18 +134,15 @@ class DFlashDrafter(FusableModel):
         """Block embeddings `[..., T, hidden]` through the draft layers and the final norm; same shape."""
         return run_layers(cast(Sequence[DecoderLayer], self.layers), self.norm, hidden, mixer)[0]
 
-    def logits(self, target: Decoder, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [..., hidden]` to `[..., V_d]`, before any head; before `cap` where a selector chooses by them."""
-        logits = target.logits(hidden) if self.lm_head is None else project(self.lm_head, hidden, self.impl)
+        logits = self.head(hidden)
         return logits if self.candidate_selector is not None else self.cap(logits)
 
-    def along_paths(self, target: Decoder, logits: Tensor, hidden: Tensor, impl: str) -> BlockLogits | None:
+    def along_paths(self, logits: Tensor, hidden: Tensor, impl: str) -> BlockLogits | None:
         """Logits given earlier drafts, of a drafter with a head; `logits` and `hidden` as of `BlockLogits`."""
         head = self.markov_head or self.gru_head
-        if head is None:
-            return None
-        table = (self.embed_tokens or target.model.embed_tokens).weight
-        return BlockLogits(head, self.confidence_head, table, logits, hidden, impl)
+        return None if head is None else BlockLogits(head, self.confidence_head, self.table, logits, hidden, impl)
 
     def confidence(self, hidden: Tensor) -> Tensor | None:
         """[...] float32: how likely a draft is accepted from `hidden [..., hidden]` alone; None without such a head."""

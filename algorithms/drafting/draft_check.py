@@ -13,14 +13,6 @@ from algorithms.engine.request import EngineError
 from specdec_kernels import TreeLinks
 from specdec_kernels.verify import SAMPLED_RULES
 
-_LINK_DTYPES = {
-    "first_child": torch.int32,
-    "next_sibling": torch.int32,
-    "depth": torch.int32,
-    "positions": torch.int64,
-    "mask": torch.int64,
-}
-
 
 def check_draft(algorithm: Algorithm, batch: Batch, tree: Any, vocab_size: int) -> None:
     """Raise EngineError in one sentence unless `tree` is what `algorithm` declares, for the active rows of `batch`."""
@@ -49,9 +41,10 @@ def _problems(algorithm: Algorithm, batch: Batch, tree: Any, vocab_size: int) ->
     if not isinstance(tree.links, TreeLinks):
         got = type(tree.links).__name__
         yield f"propose gave links of type {got}, expected TreeLinks from build_chain or build_tree"
-    for name, dtype in _LINK_DTYPES.items():
+    for name, links in tree.links._asdict().items():
         sizes = (*shape, -(-shape[1] // 64)) if name == "mask" else shape
-        yield from problems_of(f"links.{name}", getattr(tree.links, name), dtype, sizes)
+        dtype = torch.int64 if name in ("positions", "mask") else torch.int32
+        yield from problems_of(f"links.{name}", links, dtype, sizes)
     if tree.path_probs is not None:
         yield from by_node("path_probs", tree.path_probs, torch.float32)
     yield from _token_problems(batch, tree.tokens, vocab_size)

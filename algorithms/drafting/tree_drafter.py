@@ -19,8 +19,7 @@ from torch import Tensor
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Batch, DraftTree, Resources
-from algorithms.attention.memory import DraftMemory, Levels
-from algorithms.attention.paged_attention import LevelSizes, LevelViews
+from algorithms.attention.paged_attention import Levels, LevelSizes, LevelViews, PageMemory
 from algorithms.drafting.draft_sampling import TreeShape
 from algorithms.drafting.sampled_tree import SampledTree
 from algorithms.models.layers import Mixer
@@ -139,7 +138,7 @@ class TreeDrafter(Drafts):
     tokens."""
 
     shape: TreeShape
-    memory: DraftMemory
+    memory: PageMemory
     base: int = 0
     sampled: SampledTree | None = None
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from algorithms.algorithm import AttentionCalls, Batch, DraftTree, Resources
 from algorithms.drafting.draft_sampling import LevelSettings
 from algorithms.drafting.level_drafter import FeatureDrafter
+from algorithms.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,8 +105,6 @@ class PEagle(Eagle3):
         self.draft_slots = self._shape.steps - 1
 
     def bind(self, resources: Resources) -> None:
-        import torch
-
         super().bind(resources)
         token = self._drafter.config.mask_token_id
         assert token is not None
@@ -127,8 +126,6 @@ class PEagle(Eagle3):
 
     def _marginals(self, batch: Batch, depth: int) -> Tensor:
         """Logits [B, depth, V_d] after the last token. The next observed tokens write over the keys of mask rows."""
-        import torch
-
         states = self._kept.read(batch.slots)[:, None]
         if depth > 1:
             rows, count = len(states), depth - 1

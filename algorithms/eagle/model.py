@@ -26,7 +26,7 @@ import specdec_kernels as kernels
 from algorithms.drafting.feature_head import FeatureHead, at_sources
 from algorithms.drafting.level_drafter import NORMED
 from algorithms.eagle.config import EACH, JOINT, Eagle3Config, EagleConfig
-from algorithms.models.config import EMBEDDING_LAYER, DecoderConfig
+from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Block, DecoderLayer, reset_layers, run_fused
 from algorithms.models.fusion import project
 from algorithms.models.layers import Attention, Mixer, RMSNorm, SwiGLU
@@ -51,17 +51,11 @@ class EagleDrafter(FeatureHead):
         if self.fc.bias is not None:
             nn.init.zeros_(self.fc.bias)
 
-    def fuse(self, features: list[Tensor], hidden: Tensor) -> Tensor:
-        return hidden
-
     def forward(self, tokens: Tensor, feature: Tensor, mixer: Mixer, level: int = 0) -> Tensor:
         x = project(self.fc, torch.cat([self.embed(tokens).to(feature.dtype), feature], dim=-1), self.impl)
         for index, layer in enumerate(self.layers):
             x = layer(index, x, mixer)
         return x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.target.logits(hidden)
 
 
 class Eagle3Layer(Block):
@@ -101,8 +95,6 @@ class Eagle3Drafter(FeatureHead):
     """The head of EAGLE-3; `own_head` False uses the target's LM head, which needs the whole vocabulary."""
 
     config: Eagle3Config
-    d2t: Tensor
-    t2d: Tensor
 
     def __init__(
         self,
@@ -113,9 +105,8 @@ class Eagle3Drafter(FeatureHead):
         mask_shape: Sequence[int] | None = None,
     ) -> None:
         """`mask_shape`: of P-EAGLE's `mask_hidden`, which has one entry per feature value; None: there is none."""
-        super().__init__(config.decoder, own_embedding)
+        super().__init__(config.decoder, own_embedding, own_head, config.draft_vocab_size)
         self.config, self.layer_ids = config, config.layer_ids(num_target_layers)
-        self.target_layers = tuple(index for index in self.layer_ids if index != EMBEDDING_LAYER)
         decoder, width, eps = config.decoder, config.target_hidden_size, config.decoder.rms_norm_eps
         each = config.num_features if config.feature_norm == EACH else 0
         self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(each))
@@ -125,10 +116,6 @@ class Eagle3Drafter(FeatureHead):
         self.midlayer = Eagle3Layer(decoder, config.residual == NORMED)
         self.layers = nn.ModuleDict({str(index): DecoderLayer(decoder) for index in range(1, decoder.num_layers)})
         self.norm = RMSNorm(decoder.hidden_size, eps)
-        self.lm_head = nn.Linear(decoder.hidden_size, config.draft_vocab_size, bias=False) if own_head else None
-        if config.reduced:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.zeros(decoder.vocab_size, dtype=torch.bool))
 
     def reset_parameters(self) -> None:
         """Initialise for training from scratch; the LM head and the norm that it reads start as the bound target's."""
@@ -143,13 +130,10 @@ class Eagle3Drafter(FeatureHead):
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
         """Let the draft vocabulary be `target_ids [draft_vocab_size]` int64, rising."""
+        assert self.d2t is not None and self.t2d is not None
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True
-
-    def gather(self, features: list[Tensor], tokens: Tensor) -> list[Tensor]:
-        given = iter(features)
-        return [self.target.embed(tokens) if index == EMBEDDING_LAYER else next(given) for index in self.layer_ids]
 
     def fuse(self, features: list[Tensor], hidden: Tensor) -> Tensor:
         """`features`, one `[..., T, target_hidden]` per layer id, to `[..., T, hidden]`."""
@@ -171,8 +155,7 @@ class Eagle3Drafter(FeatureHead):
 
     def _run(self, tokens: Tensor, feature: Tensor, mixer: Mixer, sources: Tensor | None = None) -> Normed:
         """The residual stream after the layers, and its norm."""
-        table = (self.embed_tokens or self.target.model.embed_tokens).weight
-        start, others = self.midlayer.start(tokens, table, feature, sources), list(self.layers.values())
+        start, others = self.midlayer.start(tokens, self.table, feature, sources), list(self.layers.values())
         if self.impl is not None:
             layers = cast(Sequence[Block], [self.midlayer, *others])
             normed, (stream,) = run_fused(layers, self.norm, start, mixer, [len(others)])
@@ -190,22 +173,11 @@ class Eagle3Drafter(FeatureHead):
     ) -> tuple[Tensor, Tensor]:
         ended = self._run(tokens, feature, mixer, sources)
         is_normed = NORMED in (self.config.logits, self.config.feedback)
-        return self._fed_back(ended), self._head(ended.normed if is_normed else ended.residual)
+        return self._fed_back(ended), self.head(ended.normed if is_normed else ended.residual)
 
     def _fed_back(self, ended: Normed) -> Tensor:
         return ended.normed if self.config.feedback == NORMED else ended.residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         is_raw = self.config.logits == NORMED and self.config.feedback != NORMED
-        return self._head(self.norm(hidden) if is_raw else hidden)
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        return self.target.logits(hidden) if self.lm_head is None else project(self.lm_head, hidden, self.impl)
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.config.draft_vocab_size
-
-    @property
-    def vocabulary(self) -> Tensor | None:
-        return self.d2t if self.config.reduced else None
+        return self.head(self.norm(hidden) if is_raw else hidden)

@@ -13,7 +13,6 @@ import torch
 
 from algorithms.algorithm import Algorithm, Resources
 from algorithms.attention.backends.protocol import Backend
-from algorithms.attention.backends.selection import check_calls
 from algorithms.attention.cache import KVScales
 from algorithms.attention.memory import allocate_memory
 from algorithms.engine.clock import PhaseClock
@@ -166,7 +165,7 @@ class Engine:
             self._learn_costs(needs)
         emit = algorithm.max_depth + 1
         width = 2 * emit * (1 + needs.top_logprobs) + 4 + emit + algorithm.num_nodes * (5 if needs.drafts else 1)
-        readback: Readback[Launched] = Readback(self._async_steps, state.max_batch * width, device, needs.top_logprobs)
+        readback: Readback[Launched] = Readback(self._async_steps, state.max_batch * width, device)
         self._session_is_open = True
         try:
             yield Session(
@@ -193,7 +192,8 @@ class Engine:
         times = torch.tensor(list(measured.values()), device=parts.resources.device)
         if parallel():
             (times,) = from_rank_0([times])
-        sizing.set_costs(StepCosts(dict(zip(measured, times.tolist(), strict=True))))
+        step_ms = dict(zip(measured, times.tolist(), strict=True))
+        sizing.set_costs(lambda slots, nodes: step_ms[slots, nodes])
         parts.state.reset()
         for cache in parts.resources.caches:
             cache.zero(slice(None))
@@ -336,4 +336,4 @@ def check_backend(backend: Backend, target: Target, algorithm: Algorithm, settin
     if settings.adaptive:
         modes["decode"] = "chain"
     dtype, device = target.dtype, target.device
-    check_calls(backend, target.config, modes, settings.page_size, dtype, device, kv_dtype=kv_dtype_of(settings))
+    backend.check(target.config, modes, settings.page_size, dtype, device, kv_dtype=kv_dtype_of(settings))

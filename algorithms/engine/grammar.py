@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from algorithms.lazy import torch
 from algorithms.step.sampling_params import GrammarParams
 
 if TYPE_CHECKING:
-    import torch
-
     from algorithms.models.tokenizer import Tokenizer
 
 Array = npt.NDArray[Any]
@@ -68,8 +67,6 @@ class Matcher:
 
     def allowed(self) -> torch.Tensor:
         """[ceil(V / 32)] int32: the mask of the next token, as `specdec_kernels.mask_tokens` takes it."""
-        import torch
-
         bits = torch.full((1, self._word_count), -1, dtype=torch.int32)
         if self._lost:
             bits.zero_()

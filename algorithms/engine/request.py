@@ -77,6 +77,21 @@ class Request:
         return None
 
 
+class SlotResult(NamedTuple):
+    """The result of one step for one request."""
+
+    tokens: list[int]  # emitted: the accepted drafts and the bonus token
+    logprobs: list[float]
+    valid: bool  # whether the target gave a usable logit for the bonus token, which has no meaning otherwise
+    num_drafted: int
+    ran_out: bool  # whether the accepted path ends where nothing was drafted
+    top: list[list[tuple[int, float]]]
+    """The most likely tokens at the place of each, with their log-probabilities; empty where no step reports them."""
+
+    def without_bonus(self) -> SlotResult:
+        return self._replace(tokens=self.tokens[:-1], logprobs=self.logprobs[:-1], top=self.top[:-1])
+
+
 class Draft(NamedTuple):
     token: int
     parent: int  # place of the draft that it follows in the list of its step; -1 for the last committed token

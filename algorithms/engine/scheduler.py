@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from algorithms.engine.request import Completion, EngineError, Request
+from algorithms.engine.request import Completion, EngineError, Request, SlotResult
 from specdec_kernels.checks import expect_at_least
 
 ABORTED = "aborted"
@@ -207,29 +207,24 @@ class Scheduler:
             running.admitted_ms = now_ms
         running.slot = slot
 
-    def advance(
-        self,
-        running: Running,
-        emitted: Sequence[int],
-        logprobs: Sequence[float],
-        now_ms: float,
-        top: Sequence[Sequence[tuple[int, float]]] = (),
-    ) -> SlotMove | None:
+    def advance(self, running: Running, result: SlotResult, now_ms: float) -> SlotMove | None:
         """Append the tokens of one step, up to the first that ends the request; the move if one does. `finish_reason`
         stays empty while the request goes on. `num_truncated` counts the emitted tokens past the end."""
-        request, completion = running.request, running.completion
+        request, completion, emitted = running.request, running.completion, result.tokens
         elapsed_ms = now_ms - running.admitted_ms
         if not completion.token_ids:
             completion.ttft_ms = elapsed_ms
         completion.emitted_at_ms.append(elapsed_ms)
         completion.accepted_counts.append(len(emitted) - 1)
+        completion.drafted_counts.append(result.num_drafted)
+        completion.ran_out.append(result.ran_out)
         kept, completion.finish_reason = self._end_of(request, completion.token_ids, emitted)
         completion.token_ids += emitted[:kept]
         if request.sampling.logprobs:
-            completion.logprobs += logprobs[:kept]
+            completion.logprobs += result.logprobs[:kept]
         if most := request.sampling.top_logprobs:
             completion.top_logprobs += [
-                [pair for pair in listed[:most] if pair[1] > -math.inf] for listed in top[:kept]
+                [pair for pair in listed[:most] if pair[1] > -math.inf] for listed in result.top[:kept]
             ]
         completion.num_truncated = len(emitted) - kept
         return self._retire(running, now_ms) if completion.finish_reason else None

@@ -18,14 +18,14 @@ import torch
 
 from algorithms.engine.clock import PhaseClock
 from algorithms.engine.grammar import Grammars, Matcher
-from algorithms.engine.request import Completion, EngineError, Request
+from algorithms.engine.request import Completion, EngineError, Request, SlotResult
 from algorithms.engine.scheduler import PrefillSegment, Running, Scheduler, SlotMove
-from algorithms.engine.transfers import Readback, SlotResult, StepResult
+from algorithms.engine.transfers import Readback, StepResult
 from algorithms.parallel.collectives import parallel
 from algorithms.step.context import StepParts
 from algorithms.step.prefill import Prefiller, prefill_for
 from algorithms.step.prefill_batch import PASS_ROWS, PrefillBatch
-from algorithms.step.runner import GraphReport, StepRunner
+from algorithms.step.runner import GraphReport, Marks, StepRunner
 from algorithms.step.sampling_params import SamplingNeeds
 from algorithms.step.step import PHASES
 
@@ -70,12 +70,12 @@ class Generation:
 
 
 class Launched(NamedTuple):
-    """A step in flight: requests by slot, nodes, number in the session from 1 on, `StepRunner.last_marks`."""
+    """A step in flight: requests by slot, nodes, number in the session from 1 on, marks of `StepRunner.launch`."""
 
     requests: list[Running]
     nodes: int
     number: int
-    marks: tuple[Any, Any] | None
+    marks: Marks | None
 
 
 class Session:
@@ -187,12 +187,9 @@ class Session:
         if self._state.constraints is not None and self._needs.constrained:
             matchers = [self._matchers.get(running.request.id) for running in slots]
             self._state.constraints.begin(matchers, partial(self._news, list(slots), matchers))
-        table = self._runner.launch(len(slots), longest, self._needs, prefill)
-        step, sizing = self._runner.last_step, self._parts.sizing
-        assert step is not None
-        number = sizing.num_steps.total() if sizing else 0
-        launched = Launched(list(slots), step.num_nodes, number, self._runner.last_marks)
-        self._readback.push(table, launched, step.num_evidence, step.num_drafts)
+        (step, marks), sizing = self._runner.launch(len(slots), longest, self._needs, prefill), self._parts.sizing
+        launched = Launched(list(slots), step.num_nodes, sizing.num_steps.total() if sizing else 0, marks)
+        self._readback.push(step.table[: len(slots)], step.widths, launched)
         self._start()
         self._launch_ms += _now_ms() - began_ms
 
@@ -317,9 +314,7 @@ class Session:
         if slot.tokens:
             self._slot_steps += 1
             self._emitted += len(slot.tokens)
-            running.completion.drafted_counts.append(slot.num_drafted)
-            running.completion.ran_out.append(slot.ran_out)
-            move = self._scheduler.advance(running, slot.tokens, slot.logprobs, _now_ms(), slot.top)
+            move = self._scheduler.advance(running, slot, _now_ms())
         return move if slot.valid or move is not None else self._fail(running)
 
     def _fail(self, running: Running) -> SlotMove:

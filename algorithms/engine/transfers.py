@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from itertools import accumulate
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from algorithms.engine.request import Draft
+from algorithms.engine.request import Draft, SlotResult
 from algorithms.parallel.heartbeat import wait_for
 
 NUM_BUFFERS = 3  # a copy is queued after the steps in flight, which are fewer than this
@@ -33,20 +34,17 @@ class Staging:
 
     def __init__(self, fields: Fields, device: torch.device, num_buffers: int = NUM_BUFFERS) -> None:
         """`num_buffers` is how many sends the host may be ahead of the device."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in fields.values()]
-        starts = [0]
-        for size in sizes:
-            # Every field begins at one alignment, so that kernels are compiled for one.
-            starts.append(starts[-1] + -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES)
-        places = dict(zip(fields, zip(starts, sizes, strict=False), strict=True))
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in fields.items()}
+        # Every field begins at one alignment, so that kernels are compiled for one.
+        rooms = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes.values()]
 
         def views(memory: Tensor) -> dict[str, Tensor]:
-            parts = {name: memory[start : start + size] for name, (start, size) in places.items()}
-            return {name: part.view(fields[name][1]).view(fields[name][0]) for name, part in parts.items()}
+            parts = zip(fields.items(), memory.split(rooms), strict=True)
+            return {name: part[: sizes[name]].view(dtype).view(shape) for (name, (shape, dtype)), part in parts}
 
         self._cuda = device.type == "cuda"
-        self._memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
-        self._hosts = [torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=self._cuda) for _ in range(num_buffers)]
+        self._memory = torch.zeros(sum(rooms), dtype=torch.uint8, device=device)
+        self._hosts = [torch.zeros(sum(rooms), dtype=torch.uint8, pin_memory=self._cuda) for _ in range(num_buffers)]
         self._arrays: list[Arrays] = [
             {name: part.numpy() for name, part in views(host).items()} for host in self._hosts
         ]
@@ -72,21 +70,6 @@ class Staging:
 Tag = TypeVar("Tag")
 
 
-class SlotResult(NamedTuple):
-    """The result of one step for one request."""
-
-    tokens: list[int]  # emitted: the accepted drafts and the bonus token
-    logprobs: list[float]
-    valid: bool  # whether the target gave a usable logit for the bonus token, which has no meaning otherwise
-    num_drafted: int
-    ran_out: bool  # whether the accepted path ends where nothing was drafted
-    top: list[list[tuple[int, float]]]
-    """The most likely tokens at the place of each, with their log-probabilities; empty where no step reports them."""
-
-    def without_bonus(self) -> SlotResult:
-        return self._replace(tokens=self.tokens[:-1], logprobs=self.logprobs[:-1], top=self.top[:-1])
-
-
 @dataclass(frozen=True)
 class StepResult:
     """One step's table on the host, see `Step.table`: a list per request."""
@@ -103,24 +86,24 @@ class StepResult:
     """[B, N] float32: `DraftTree.path_probs`, with `path`, where the drafter gives them."""
 
     @classmethod
-    def of_table(
-        cls, table: np.ndarray[Any, Any], num_top: int = 0, num_evidence: int = 0, num_drafts: int = 0
-    ) -> StepResult:
-        """Of `table [B, 2 (D + 1) (1 + num_top) + 4 + num_drafts + num_evidence]` int64."""
-        end = table.shape[1] - num_evidence
-        table, drafts, evidence = np.split(table, [end - num_drafts, end], axis=1)
-        emit = (table.shape[1] - 4) // (2 * (1 + num_top))
-        tokens, logprobs, figures, top = np.split(table, [emit, 2 * emit, 2 * emit + 4], axis=1)
-        top = top.reshape(len(table), 2, emit, -1) if top.shape[1] else np.zeros((len(table), 2, 0, 0), np.int64)
+    def of_table(cls, table: np.ndarray[Any, Any], widths: Mapping[str, int]) -> StepResult:
+        """Of `Step.table` and `Step.widths`."""
+        ends = accumulate(widths.values(), initial=table.shape[1] - sum(widths.values()))
+        table, *further, _ = np.split(table, list(ends), axis=1)
+        found = {name: columns.copy() for name, columns in zip(widths, further, strict=True)}
+        emit = (table.shape[1] - 4) // 2
+        tokens, logprobs, figures = np.split(table, [emit, 2 * emit], axis=1)
+        no_top = np.zeros((len(table), 2, 0, 0), np.int64)
+        top = found["top"].reshape(len(table), 2, emit, -1) if "top" in found else no_top
         return cls(
             tokens.tolist(),
             _floats(logprobs).tolist(),
             figures.tolist(),
             top[:, 0].tolist(),
             _floats(top[:, 1]).tolist(),
-            drafts=drafts.copy() if num_drafts else None,
-            path=evidence[:, :emit].copy() if num_evidence else None,
-            path_probs=_floats(evidence[:, emit:]) if num_evidence > emit else None,
+            drafts=found.get("drafts"),
+            path=found.get("path"),
+            path_probs=_floats(found["path_probs"]) if "path_probs" in found else None,
         )
 
     def drafts_of(self, slot: int) -> list[Draft]:
@@ -163,14 +146,14 @@ def _floats(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 class Readback(Generic[Tag]):
     """First in, first out; `num_in_flight` results stay in flight. Buffers are reused, so a result is read once."""
 
-    def __init__(self, num_in_flight: int, size: int, device: torch.device, num_top: int = 0) -> None:
-        """Tables have up to `size` entries. For `num_top` see `StepResult.of_table`."""
+    def __init__(self, num_in_flight: int, size: int, device: torch.device) -> None:
+        """Tables have up to `size` entries."""
         cuda = device.type == "cuda"
-        self._num_in_flight, self._num_top = num_in_flight, num_top
+        self._num_in_flight = num_in_flight
         self._buffers = [torch.empty(size, dtype=torch.int64, pin_memory=cuda) for _ in range(num_in_flight + 1)]
         self._events = [torch.cuda.Event() for _ in self._buffers] if cuda else []
         self._next = 0
-        self._pending: deque[tuple[int, Tensor, int, int, Tag]] = deque()
+        self._pending: deque[tuple[int, Tensor, Mapping[str, int], Tag]] = deque()
         self.waited_ms = 0.0
         """Time that the host has waited for steps."""
 
@@ -178,7 +161,7 @@ class Readback(Generic[Tag]):
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def push(self, table: Tensor, tag: Tag, num_evidence: int = 0, num_drafts: int = 0) -> None:
+    def push(self, table: Tensor, widths: Mapping[str, int], tag: Tag) -> None:
         """Start copying `table` to the host, see `StepResult.of_table`."""
         place = self._next
         self._next = (place + 1) % len(self._buffers)
@@ -186,19 +169,19 @@ class Readback(Generic[Tag]):
         held.copy_(table, non_blocking=True)
         if self._events:
             self._events[place].record()
-        self._pending.append((place, held, num_evidence, num_drafts, tag))
+        self._pending.append((place, held, widths, tag))
 
     def in_flight(self) -> Iterator[tuple[StepResult, Tag]]:
         """Results in flight, oldest first, which stay there; waits for them."""
         return map(self._read, self._pending)
 
-    def _read(self, pending: tuple[int, Tensor, int, int, Tag]) -> tuple[StepResult, Tag]:
-        place, held, num_evidence, num_drafts, tag = pending
+    def _read(self, pending: tuple[int, Tensor, Mapping[str, int], Tag]) -> tuple[StepResult, Tag]:
+        place, held, widths, tag = pending
         began = time.perf_counter()
         if self._events:
             wait_for(self._events[place])
         self.waited_ms += (time.perf_counter() - began) * 1e3
-        return StepResult.of_table(held.numpy(), self._num_top, num_evidence, num_drafts), tag
+        return StepResult.of_table(held.numpy(), widths), tag
 
     def due(self, all_of_them: bool = False) -> Iterator[tuple[StepResult, Tag]]:
         """Results that are due, oldest first; or all in flight."""

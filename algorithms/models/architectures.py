@@ -89,11 +89,9 @@ class LayerRule(Protocol):
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[Any, ...]:
         """Sizes of the kind of each layer, None for the common one. ValueError names what is not supported."""
-        ...
 
     def write(self, layers: tuple[Any, ...]) -> dict[str, Any]:
         """The keys that `read` reads."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -168,6 +166,7 @@ _QWEN_HYBRID: dict[str, Any] = dict(
     mixings=LinearRule(),
     mtp_prefix="mtp.",
 )
+_DEEPSEEK_V3: dict[str, Any] = dict(mixings=LatentRule(), mlps=DeepSeekRule("sigmoid"), mtp_prefix=NEXT_LAYER)
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
     "mistral": Architecture("MistralForCausalLM", windows=uniform_window),
@@ -191,12 +190,8 @@ ARCHITECTURES = {
         mtp_prefix=NEXT_LAYER,
     ),
     "deepseek_v2": Architecture("DeepseekV2ForCausalLM", mixings=LatentRule(), mlps=DeepSeekRule("softmax")),
-    "deepseek_v3": Architecture(
-        "DeepseekV3ForCausalLM", mixings=LatentRule(), mlps=DeepSeekRule("sigmoid"), mtp_prefix=NEXT_LAYER
-    ),
-    "glm4_moe_lite": Architecture(
-        "Glm4MoeLiteForCausalLM", mixings=LatentRule(), mlps=DeepSeekRule("sigmoid"), mtp_prefix=NEXT_LAYER
-    ),
+    "deepseek_v3": Architecture("DeepseekV3ForCausalLM", **_DEEPSEEK_V3),
+    "glm4_moe_lite": Architecture("Glm4MoeLiteForCausalLM", **_DEEPSEEK_V3),
     # Not in transformers: Qwen2 with MTP layers (github.com/XiaomiMiMo/MiMo).
     "mimo": Architecture("MiMoForCausalLM", qkv_bias=True, windows=window_by_layer, mtp_prefix="model.mtp_layers."),
     # Not in transformers: for models trained here, every difference is a key of its own.

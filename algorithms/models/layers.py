@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.fusion import Fusable, NormedProjection, project
-from algorithms.models.scaled_linear import BLOCK, SCALE_NAMES, Packed, packed
+from algorithms.models.scaled_linear import BLOCK, SCALE_NAMES, Packed, ScaledLinear, packed
 
 
 class MixerWeights(NamedTuple):
@@ -28,7 +28,6 @@ class Mixer(Protocol):
     def __call__(self, layer: int, /, *inputs: Any) -> Tensor:
         """For attention: `q [..., T, H, D]`, `k`/`v [..., T, H_kv, D]` before QK-norm and RoPE, and `MixerWeights`, to
         `[..., T, H, D]`. The module of another kind says what it gives and takes."""
-        ...
 
 
 def real_rows(mixer: Mixer) -> Tensor | None:
@@ -93,19 +92,15 @@ class RMSNorm(Fusable):
     ) -> kernels.Normed:
         """The norm of residual + projection(x), which `closing` norms first, and that sum, in the fused forward."""
         assert self.impl is not None
-        x = x.contiguous()
-        if closing is not None:
-            projected = closing(project(projection, x, self.impl, self.batch_invariant))
-            return kernels.add_rms_norm(projected, residual, self.weight, self.eps, impl=self.impl)
-        if isinstance(projection, NormedProjection):
-            return projection.add_rms_norm(x, residual, self.weight, self.eps)
-        if isinstance(projection, nn.Linear) and projection.bias is None:
-            weight, same = projection.weight, self.batch_invariant
-            return kernels.linear_add_rms_norm(
-                x, weight, residual, self.weight, self.eps, batch_invariant=same, impl=self.impl
-            )
-        projected = project(projection, x, self.impl, self.batch_invariant)
-        return kernels.add_rms_norm(projected, residual, self.weight, self.eps, impl=self.impl)
+        x, same, impl = x.contiguous(), self.batch_invariant, self.impl
+        end = residual, self.weight, self.eps
+        if closing is None and isinstance(projection, NormedProjection):
+            return projection.add_rms_norm(x, *end)
+        if closing is None and isinstance(projection, (nn.Linear, ScaledLinear)) and projection.bias is None:
+            weight = projection.weight if isinstance(projection, nn.Linear) else projection.scaled_weight
+            return kernels.linear_add_rms_norm(x, weight, *end, batch_invariant=same, impl=impl)
+        projected = project(projection, x, impl, same)
+        return kernels.add_rms_norm(projected if closing is None else closing(projected), *end, impl=impl)
 
 
 class Attention(Mixing):
@@ -211,3 +206,45 @@ def apply_rope(x: Tensor, table: Tensor, positions: Tensor, interleaved: bool = 
     turned = first * cos - second * sin, second * cos + first * sin
     joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
     return torch.cat([joined, rest], dim=-1)
+
+
+def head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of the last dimension of `x [..., D]`; the identity without a weight."""
+    if weight is None:
+        return x
+    wide = x.float()
+    return weight.to(x.dtype) * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax over [cap * tanh(scale q k / cap), sink] times the values; query head h reads KV head h // (H / H_kv).
+
+    `q [B, T, H, D]`, `k [B, S, H_kv, D]`, `v [B, S, H_kv, E]`; `visible` bool, broadcastable to `[B, H, T, S]`, or None
+    for causal attention (S = T). `scale` None is D ** -0.5. `sinks [H]` adds exp(sink) to each denominator. Returns
+    `[B, T, H, E]`; NaN for a query that sees nothing.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    if soft_cap is None and sinks is None:
+        out = F.scaled_dot_product_attention(
+            q, k, v, visible, is_causal=visible is None, scale=scale, enable_gqa=group > 1
+        )
+        return out.transpose(1, 2)
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scores = q.float() @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if visible is None:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v).to(q.dtype).transpose(1, 2)

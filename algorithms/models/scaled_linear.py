@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import specdec_kernels as kernels
 from algorithms.models.config_keys import nested
-from algorithms.models.fusion import NormedProjection
-from specdec_kernels import ScaledWeight
+from algorithms.models.fusion import Fusable
 
 BLOCK = 128
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -102,7 +101,7 @@ def dequantised(codes: Tensor, scales: Tensor, weight_format: WeightFormat) -> T
     return codes.float() * each
 
 
-class ScaledLinear(NormedProjection):
+class ScaledLinear(Fusable):
     """x W^T + bias for a weight of e4m3 codes. Parameters are named as in checkpoints."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, weight_format: WeightFormat) -> None:
@@ -129,15 +128,6 @@ class ScaledLinear(NormedProjection):
         same, impl = self.batch_invariant, self.impl or "reference"
         return kernels.linear(x.contiguous(), self.scaled_weight, self.bias, batch_invariant=same, impl=impl)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> kernels.Normed:
-        assert self.impl is not None
-        if self.bias is not None:
-            return kernels.add_rms_norm(self(x), residual, weight, eps, impl=self.impl)
-        same = self.batch_invariant
-        return kernels.linear_add_rms_norm(
-            x, self.scaled_weight, residual, weight, eps, batch_invariant=same, impl=self.impl
-        )
-
 
 def quantised_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 codes [N, K] and float32 scales [ceil(N / 128), ceil(K / 128)] of a weight: the scale of a block is its
@@ -154,7 +144,7 @@ def quantised_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 class Packed(NamedTuple):
     """Weights [rows of all, in] of several projections, and their biases."""
 
-    weight: Tensor | ScaledWeight
+    weight: Tensor | kernels.ScaledWeight
     bias: Tensor | None
 
 
@@ -163,7 +153,7 @@ def packed(projections: Sequence[nn.Linear | ScaledLinear]) -> Packed:
     """`joined`; the weights and biases of the projections become views of it."""
     found = joined(projections)
     weight, bias = found
-    codes = weight.codes if isinstance(weight, ScaledWeight) else weight
+    codes = weight.codes if isinstance(weight, kernels.ScaledWeight) else weight
     sizes = [projection.weight.shape[0] for projection in projections]
     for projection, part in zip(projections, codes.split(sizes), strict=True):
         projection.weight = nn.Parameter(part.view(projection.weight.dtype), requires_grad=False)
@@ -187,7 +177,7 @@ def joined(projections: Sequence[nn.Linear | ScaledLinear]) -> Packed:
     )
 
 
-def _scaled(codes: Tensor, members: Sequence[ScaledWeight]) -> ScaledWeight:
+def _scaled(codes: Tensor, members: Sequence[kernels.ScaledWeight]) -> kernels.ScaledWeight:
     """`codes` with the scales of their members, in groups of rows so small that each member begins with one."""
     group, row, scales = members[0].group_rows, 0, []
     for member in members:

@@ -43,11 +43,9 @@ class MTPHead(FeatureHead):
     def __init__(
         self, config: MTPConfig, num_target_layers: int, own_embedding: bool = False, own_head: bool = False
     ) -> None:
-        super().__init__(config.decoder, own_embedding)
-        decoder = config.decoder
-        self.lm_head = nn.Linear(decoder.hidden_size, decoder.vocab_size, bias=False) if own_head else None
+        super().__init__(config.decoder, own_embedding, own_head)
         self.config = config
-        self.target_layers = (num_target_layers - 1,) if config.hidden_in == RAW else ()
+        self.layer_ids = (num_target_layers - 1,) if config.hidden_in == RAW else ()
         self.mtp_layers = nn.ModuleList(MTPLayer(config.decoder) for _ in range(config.decoder.num_layers))
 
     def reset_parameters(self) -> None:
@@ -77,4 +75,4 @@ class MTPHead(FeatureHead):
     def logits(self, hidden: Tensor) -> Tensor:
         if self.config.feedback == RAW:
             hidden = self._layers[0].final_layernorm(hidden)
-        return self.target.logits(hidden) if self.lm_head is None else project(self.lm_head, hidden, self.impl)
+        return self.head(hidden)

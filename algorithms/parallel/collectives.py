@@ -79,20 +79,14 @@ def join_columns(part: Tensor) -> Tensor:
 
 def from_rank_0(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Rank 0's tensors, on every rank, by one broadcast; shapes and dtypes are the same on all ranks."""
+    parts = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
+    # Every tensor begins at a multiple of the alignment, so that kernels see the same as without other ranks.
+    spare = [-len(part) % _ALIGNMENT for part in parts]
     zeros = torch.zeros(_ALIGNMENT, dtype=torch.uint8, device=tensors[0].device)
-    parts, starts, end = [], [], 0
-    for tensor in tensors:
-        # Every tensor begins at a multiple of the alignment, so that kernels see the same as without other ranks.
-        size = tensor.numel() * tensor.element_size()
-        starts.append(end)
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        parts += [tensor.contiguous().flatten().view(torch.uint8), zeros[: end - starts[-1] - size]]
-    packed = torch.cat(parts)
+    packed = torch.cat([each for part, rest in zip(parts, spare, strict=True) for each in (part, zeros[:rest])])
     dist.broadcast(packed, 0)
-    return [
-        packed[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip(starts, tensors, strict=True)
-    ]
+    agreed = packed.split([size for part, rest in zip(parts, spare, strict=True) for size in (len(part), rest)])[::2]
+    return [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(agreed, tensors, strict=True)]
 
 
 @cache

@@ -20,8 +20,7 @@ An output does not depend on the sizes, because the target's argmax or sample de
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,8 @@ from algorithms.engine.transfers import StepResult
 from algorithms.parallel.collectives import from_rank_0, parallel
 from algorithms.step.draft_length import DraftLengthPolicy, prior_tokens
 
+StepCosts = Callable[[int, int], float]
+"""(slots, nodes) -> milliseconds of a step; 1 node is a step without a draft."""
 NO_DRAFT = 0  # index of the size without a draft
 EXPLORED_SLOTS = 4  # requests whose drafts are judged by one exploration after steps without a draft
 EXPLORATION_SHARE = 0.0075  # bound on the time of exploration steps, as a share of all time
@@ -49,32 +50,6 @@ def step_sizes(num_nodes: int) -> tuple[int, ...]:
     """Nodes of a step of each size: 1, then powers of two up to `num_nodes`, which is the last."""
     powers = (1 << bit for bit in range(num_nodes.bit_length()))
     return tuple(sorted({*powers, num_nodes}))
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """Milliseconds of a step by (slots, nodes); 1 node is a plain step."""
-
-    step_ms: Mapping[tuple[int, int], float]
-
-    def of(self, slots: int, nodes: int) -> float:
-        """The time of a step, between measured numbers of slots and of nodes by straight lines; beyond them, the
-        time of the nearest. Raises ValueError where no time of a plain step, or of one that drafts, is known."""
-        known = [(r, n) for r, n in self.step_ms if (n == 1) == (nodes == 1)]
-        if not known:
-            kind = "without a draft" if nodes == 1 else "with a draft"
-            raise ValueError(f"step_costs: expected the time of a step {kind}, found none")
-        by_batch = {}
-        for measured in sorted({r for r, _ in known}):
-            here = {n: self.step_ms[measured, n] for r, n in known if r == measured}
-            by_batch[measured] = _between(here, nodes)
-        return _between(by_batch, slots)
-
-
-def _between(values: Mapping[int, float], place: int) -> float:
-    """The value at `place` on straight lines through `values`, constant beyond the ends."""
-    keys = sorted(values)
-    return float(np.interp(place, keys, [values[key] for key in keys]))
 
 
 class Pacing:
@@ -177,7 +152,8 @@ class RealCosts:
         if largest != NO_DRAFT:
             # Half of it at least, because the fall from one or two sizes is uncertain.
             line[largest + 1] = min(ratio, max(ratio / 2, ratio - (1 - ratio) / largest))
-        return _between(line, size)
+        sizes = sorted(line)
+        return float(np.interp(size, sizes, [line[each] for each in sizes]))
 
 
 class Sizing:
@@ -198,8 +174,7 @@ class Sizing:
 
     def set_costs(self, costs: StepCosts) -> None:
         """Set what steps cost."""
-        timed = {batch: [costs.of(batch, nodes) for nodes in self.nodes] for batch in self._batches}
-        self._real = {batch: RealCosts(timed_ms) for batch, timed_ms in timed.items()}
+        self._real = {batch: RealCosts([costs(batch, nodes) for nodes in self.nodes]) for batch in self._batches}
         self._refresh()
 
     def next(self, requests: int) -> int:

@@ -26,14 +26,13 @@ _MOVES_AHEAD = 12  # moves that may be queued during the steps in flight: a few 
 LENGTH, LAST_TOKEN, SEED = range(3)  # fields of the int64 numbers of requests
 ACTIVE, TOP_K, TEMPERATURE, TOP_P, MIN_P = range(5)  # fields of the 32-bit numbers; the last three are float32 bits
 _FIRST_FLOAT = TEMPERATURE
-_NEUTRAL = SamplingParams()  # sampling parameters of padding: greedy, no filter
 
 
-def write_numbers(arrays: Arrays, column: int, sampling: SamplingParams, length: int, last: int, active: bool) -> None:
-    """Put the numbers of one request in `column` of what `number_fields` names."""
+def write_numbers(arrays: Arrays, column: int, sampling: SamplingParams, length: int, last: int) -> None:
+    """Put the numbers of one request, which is not active yet, in `column` of what `number_fields` names."""
     longs, words = arrays["longs"], arrays["words"]
     longs[:, column] = length, last, sampling.seed
-    words[:_FIRST_FLOAT, column] = active, sampling.top_k
+    words[:_FIRST_FLOAT, column] = 0, sampling.top_k
     words[_FIRST_FLOAT:].view(np.float32)[:, column] = sampling.temperature, sampling.top_p, sampling.min_p
 
 
@@ -108,9 +107,7 @@ class BatchState:
         self._history = torch.zeros((self._num_slots, context), dtype=torch.int64, device=device)
         self._moves = Staging({"slots": ((2, self._num_slots), torch.int64)}, device, _MOVES_AHEAD)
         self._padding = torch.zeros_like(self._words)
-        host = np.zeros((5, 1), np.int32)
-        write_numbers({"longs": np.zeros((3, 1), np.int64), "words": host}, 0, _NEUTRAL, 0, 0, False)
-        self._padding.copy_(torch.from_numpy(host))
+        self._padding[TOP_P].view(torch.float32).fill_(1.0)  # greedy, no filter
         self._words.copy_(self._padding)
         self.page_table, self.history = self._pages[:max_batch], self._history[:max_batch]
         self.lengths, self.last_tokens = self._longs[LENGTH, :max_batch], self._longs[LAST_TOKEN, :max_batch]

@@ -70,6 +70,11 @@ class StepParts:
     backlog: DeferredObservation | None = None  # observations of steps without a draft; present with `sizing`
     experts: ExpertLedger | None = None  # counts of touched experts, of a target that has any
 
+    @property
+    def longest(self) -> int:
+        """What the page table of a request can hold: the bound for replays, which serve requests of any length."""
+        return self.state.page_table.shape[1] * self.resources.page_size
+
     def observe(self, seen: Observation) -> None:
         """Show the drafter what was committed, and write it into the texts that it reads."""
         self.algorithm.observe(seen)

@@ -17,7 +17,7 @@ With u_i = sum of these steps over the R requests and w = 2^(-1 / h), h = 16 + 1
 Both sums are of the same steps, so their ratio varies little. About the sizes i > s a step says nothing, but their gain
 smaller_i / own_i - 1 grows in proportion to the gain of size s (plus 0.05, so that gains near 0 do not differ many
 times); both sums fade too while own_i exceeds 16. After the choice of no draft a step is an exploration: larger sizes
-keep their ratio, and h is at most 16 / R. The sums begin with 4 steps of a chain whose drafts are accepted with
+keep their ratio, and h is 16 / R. The sums begin with 4 steps of a chain whose drafts are accepted with
 probability 0.85. The choice is the size of the largest tokens_i / step_ms_i. The last choice stays while the best size
 promises less than 1 % more, or 2 % where it is larger.
 """
@@ -88,9 +88,8 @@ class DraftLengthPolicy:
             steps = self._steps_of_chains(num_accepted, size)
         else:
             steps = self._steps_of_trees(np.array(num_accepted), size, path, path_probs)
-        half_life, explored = LEAST_HALF_LIFE + SLOT_HALF_LIFE / requests, self.choice == 0
-        if explored:
-            half_life = min(half_life, EXPLORED_HALF_LIFE / requests)
+        explored = self.choice == 0
+        half_life = EXPLORED_HALF_LIFE / requests if explored else LEAST_HALF_LIFE + SLOT_HALF_LIFE / requests
         keep = 2.0 ** (-1 / half_life)
         gained, smaller, own = self.gain(size), self.smaller, self.own
         for i in range(len(own)):

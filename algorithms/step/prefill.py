@@ -18,7 +18,6 @@ class Prefiller:
 
     def __init__(self, parts: StepParts, prefills: Sequence[PrefillBatch], recorder: Recorder | None = None) -> None:
         self._parts, self.prefills, self._recorder = parts, prefills, recorder
-        self._longest = parts.state.page_table.shape[1] * parts.resources.page_size
         self._captured: dict[int, Captured] = {}
         self._is_warm = parts.resources.device.type != "cuda"
 
@@ -33,7 +32,7 @@ class Prefiller:
         for prefill in reversed(self.prefills):
             if prefill.size not in self._captured:
                 prefill.send(())
-                self._captured[prefill.size] = self._recorder(partial(self._forward, prefill, self._longest))
+                self._captured[prefill.size] = self._recorder(partial(self._forward, prefill, self._parts.longest))
 
     @property
     def captures(self) -> bool:

@@ -107,7 +107,7 @@ class PrefillBatch:
         arrays["pages"][place, : len(running.pages)] = running.pages
         request = running.request
         length = start + count if segment.is_last else 0
-        write_numbers(arrays, place, request.sampling, length, request.prompt_ids[-1], active=False)
+        write_numbers(arrays, place, request.sampling, length, request.prompt_ids[-1])
 
     @property
     def _prompts(self) -> Prompts:

@@ -18,7 +18,6 @@ from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from algorithms.engine.clock import PhaseClock, Stamps
 from algorithms.engine.settings import LAST_CAPTURED
@@ -52,6 +51,7 @@ class Captured(Protocol):
 
 
 Capture = Callable[[Callable[[], None]], Captured]
+Marks = tuple[Any, Any]
 Calls = list[tuple[str | None, Callable[[], None]]]
 """Work in order, each with its phase; a call without one stamps its phases."""
 
@@ -146,10 +146,6 @@ class StepRunner:
         self._observing: dict[int, Captured] = {}
         self._num_kept = 0
         self._launched = False
-        self.last_step: Step | None = None
-        """The step that was launched last."""
-        self.last_marks: tuple[Any, Any] | None = None
-        """Marks of its begin and end, if the costs of steps were timed; None for a step with a prefill batch."""
         self._observed_ms: dict[int, float] = {}
         """By batch size, the share of a deferred observation in a step without a draft; empty before `step_times`."""
         self._compiled: set[SamplingNeeds] = set()
@@ -158,9 +154,7 @@ class StepRunner:
     def report(self, prefill_tiles: tuple[int, ...] = ()) -> GraphReport:
         """The sizes captured so far, with prefill batches of `prefill_tiles`."""
         tiles = tuple(prefill.size for prefill in self._prefills)
-        if self.recorder is None:
-            return GraphReport(self.level, self._buckets, step_tiles=tiles)
-        counts = {name: getattr(self.recorder, name) for name in ("num_graphs", "warmup_ms", "memory_bytes")}
+        counts = {name: getattr(self.recorder, name, 0) for name in ("num_graphs", "warmup_ms", "memory_bytes")}
         return GraphReport(self.level, self._buckets, prefill_tiles, tiles, **counts)
 
     def prepare(self, needs: SamplingNeeds) -> None:
@@ -171,18 +165,18 @@ class StepRunner:
         if not missing:
             return
         if not self._captured:
-            self._step(missing[0].slots, self._longest, needs, checked=True).draft()
+            self._step(missing[0].slots, self._parts.longest, needs, checked=True).draft()
         prefills = {prefill.size: prefill for prefill in self._prefills}
         for variant in missing:
             if (prefill := prefills.get(variant.tiles)) is not None:
                 prefill.send(())
             self._captured[variant] = self._prepared(
-                variant.slots, self._longest, needs, nodes=variant.nodes, prefill=prefill
+                variant.slots, self._parts.longest, needs, nodes=variant.nodes, prefill=prefill
             )
         if self._parts.backlog is not None and self.recorder is not None:
             for size in reversed(self._buckets):
                 if size not in self._observing:
-                    self._observing[size] = self.recorder(partial(self._observe, size, self._longest))
+                    self._observing[size] = self.recorder(partial(self._observe, size, self._parts.longest))
 
     def _variants(self, needs: SamplingNeeds) -> list[_Variant]:
         """The variants for `needs`, the largest first, so that the others fit in the memory that it leaves."""
@@ -214,16 +208,12 @@ class StepRunner:
         sizing = self._parts.sizing
         return (self._parts.algorithm.num_nodes,) if sizing is None or needs.constrained else sizing.nodes
 
-    @property
-    def _longest(self) -> int:
-        """A replay serves requests of any length, so the bound is all that the page table can hold."""
-        return self._parts.state.page_table.shape[1] * self._parts.resources.page_size
-
     def launch(
         self, num_slots: int, max_length: int, needs: SamplingNeeds, prefill: PrefillBatch | None = None
-    ) -> Tensor:
-        """Start a step over slots 0 … num_slots - 1, with `prefill`, which has been sent; returns its table, still
-        being written, for those slots. The first draft for requests is checked, if captured by another one."""
+    ) -> tuple[Step, Marks | None]:
+        """Start a step over slots 0 … num_slots - 1, with `prefill`, which has been sent. Returns it, whose table is
+        still being written, with marks of its begin and end, if the costs of steps were timed and nothing is prefilled.
+        The first draft for requests is checked, if captured by another one."""
         nodes = self._next_nodes(num_slots, max_length, needs)
         first, self._launched = not self._launched, True
         if first and self.recorder:
@@ -234,11 +224,9 @@ class StepRunner:
             launch = self._prepared(num_slots, max_length, needs, checked=first, nodes=nodes)
         began = self.clock.mark() if self._observed_ms else None
         self._play(launch.calls)
-        self.last_marks = None if began is None or prefill is not None else (began, self.clock.mark())
-        self.last_step = launch.step
-        return launch.step.table[:num_slots]
+        return launch.step, None if began is None or prefill is not None else (began, self.clock.mark())
 
-    def spent_ms(self, marks: tuple[Any, Any], num_slots: int, nodes: int) -> float:
+    def spent_ms(self, marks: Marks, num_slots: int, nodes: int) -> float:
         """The time of a step between its marks, which the device has passed; as `step_times` has it."""
         share = next(ms for size, ms in self._observed_ms.items() if size >= num_slots)
         return self.clock.between_ms(*marks) + (share if nodes == 1 else 0.0)
@@ -288,14 +276,15 @@ class StepRunner:
 
         The sizes are timed interleaved, round after round, so that a disturbance affects at most one time of each.
         """
-        state, length = self._parts.state, min(_DUMMY_TOKENS, self._longest // 2)
+        state, length = self._parts.state, min(_DUMMY_TOKENS, self._parts.longest // 2)
         work: dict[tuple[int, int], Callable[[], None]] = {}
         for size in buckets(state.max_batch):
             for nodes in self._sizes(needs):
                 if self.recorder:
-                    work[size, nodes] = partial(self._play, self._captured[_Variant(size, nodes, needs)].calls)
+                    launch = self._captured[_Variant(size, nodes, needs)]
                 else:
-                    work[size, nodes] = partial(self._run_once, size, length, needs, nodes)
+                    launch = self._prepared(size, length, needs, nodes=nodes)
+                work[size, nodes] = partial(self._play, launch.calls)
             work[size, 0] = self._observing[size].replay if self.recorder else partial(self._observe, size, length)
         generator = torch.Generator().manual_seed(0)
         rounds = [
@@ -305,9 +294,6 @@ class StepRunner:
         found = {place: median(times[place] for times in rounds[1:]) for place in work}
         self._observed_ms = {size: found.pop((size, 0)) / COLUMNS for size in buckets(state.max_batch)}
         return {place: ms + (self._observed_ms[place[0]] if place[1] == 1 else 0.0) for place, ms in found.items()}
-
-    def _run_once(self, size: int, length: int, needs: SamplingNeeds, nodes: int) -> None:
-        self._play(self._prepared(size, length, needs, nodes=nodes).calls)
 
     def _timed_ms(self, work: Callable[[], None], size: int, length: int, generator: torch.Generator) -> float:
         state, resources = self._parts.state, self._parts.resources
@@ -327,7 +313,7 @@ class StepRunner:
         self._compiled.add(needs)
         state = self._parts.state
         for size in reversed(buckets(state.max_batch)):
-            for bound in (*buckets(self._longest)[:-1:2], self._longest):
+            for bound in (*buckets(self._parts.longest)[:-1:2], self._parts.longest):
                 for nodes in reversed(self._sizes(needs)):
                     _run(self._step(size, bound, needs, checked=True, nodes=nodes), phases_of(needs), None)
 

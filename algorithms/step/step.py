@@ -31,11 +31,6 @@ CONSTRAINED = ("draft", "graft", "verify", "accept", "commit")
 """Phases of a step for requests with grammars; `graft` counts as part of the draft."""
 
 
-_LEFT_BY_PHASES = {
-    "tree", "mixer", "hidden", "features", "targets", "nodes", "logits", "accepted", "_tiles_hidden", "_tiles_features",
-}  # fmt: skip
-
-
 def phases_of(needs: SamplingNeeds) -> tuple[str, ...]:
     return CONSTRAINED if needs.constrained else PHASES
 
@@ -54,12 +49,14 @@ class Step:
     """[B, 3, N] int64: tokens, first children and next siblings of the draft, where grammars need them; else unset."""
     logits: Tensor  # [B, N, V]; not written where `targets` are given
     accepted: kernels.Accepted
-    num_drafts: int  # columns of `_drafts` before them
-    num_evidence: int  # columns of `_evidence` at the end of `table`
+    _tiles_hidden: Tensor  # of the prefill batch that joined
+    _tiles_features: list[Tensor]
     table: Tensor
     """[B, 2 (D + 1) + 4] int64: emitted tokens, their log-probabilities as float32 bits (0 without a request
-    for them), then num_accepted, valid, num_drafted and ran_out, see `specdec_kernels.commit`. Where the n most
-    likely tokens are reported, 2 (D + 1) n more: their ids, and their log-probabilities as float32 bits."""
+    for them), then num_accepted, valid, num_drafted and ran_out, see `specdec_kernels.commit`; then the columns of
+    `widths`."""
+    widths: dict[str, int]
+    """Further columns of `table`, in order: `top` as of `_top_logprobs`, `drafts` as of `_drafts`, and `_evidence`."""
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class Step:
 
     def drop_intermediates(self) -> None:
         """Drop all results but the table, so that captured steps share their memory."""
-        for name in set(vars(self)) & _LEFT_BY_PHASES:
+        for name in (vars(self).keys() & Step.__annotations__.keys()) - {"table", "widths"}:
             delattr(self, name)
 
     def draft(self) -> None:
@@ -267,22 +264,19 @@ class Step:
             )
         if self._prefill is not None:
             self._prefill.finish(self._tiles_hidden, self._tiles_features)
-        self.table = committed.table
-        if self._needs.top_logprobs:
-            self.table = torch.cat([self.table, self._top_logprobs()], 1)
-        drafts = [self._drafts()] if self._needs.drafts else []
-        evidence = self._evidence()
-        self.num_drafts = sum(part.shape[1] for part in drafts)
-        self.num_evidence = sum(part.shape[1] for part in evidence)
-        if drafts or evidence:
-            self.table = torch.cat([self.table, *drafts, *evidence], 1)
+        further = {"top": self._top_logprobs()} if self._needs.top_logprobs else {}
+        if self._needs.drafts:
+            further["drafts"] = self._drafts()
+        further |= self._evidence()
+        self.widths = {name: columns.shape[1] for name, columns in further.items()}
+        self.table = torch.cat([committed.table, *further.values()], 1) if further else committed.table
 
-    def _evidence(self) -> list[Tensor]:
+    def _evidence(self) -> dict[str, Tensor]:
         """For adaptive draft length: accepted nodes [B, D + 1], bits of path probabilities [B, N]; none of a chain."""
         if self._parts.sizing is None or self._chain or self._needs.constrained:
-            return []
-        probs = self.tree.path_probs
-        return [self.accepted.nodes.long(), *([] if probs is None else [probs.view(torch.int32).long()])]
+            return {}
+        path, probs = {"path": self.accepted.nodes.long()}, self.tree.path_probs
+        return path if probs is None else path | {"path_probs": probs.view(torch.int32).long()}
 
     def _drafts(self) -> Tensor:
         """[B, 4 N] int64: tokens and parents of all nodes, -1 for none, then float32 bits of the target's

@@ -8,7 +8,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from algorithms.attention.backends.selection import backends
+from algorithms.attention.backends import backends
 from algorithms.engine.settings import RuntimeSettings
 from algorithms.registry import available
 from algorithms.step.sampling_params import SamplingParams

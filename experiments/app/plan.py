@@ -12,7 +12,7 @@ from urllib.parse import urlparse
 import torch
 
 from algorithms.algorithm import AttentionCalls
-from algorithms.attention.backends.selection import backends, check_calls
+from algorithms.attention.backends import backends
 from algorithms.attention.cache import KVScales, load_kv_scales
 from algorithms.engine.settings import graph_level
 from algorithms.models.folder import is_absent, resolve_folder
@@ -203,7 +203,7 @@ def _check_backend(config: RunConfig, chosen: Any, hardware: Hardware, asked: Se
         page_size, kv_dtype = config.runtime.page_size, kv_dtype_of(config)
         for asker, calls in asked:
             if calls is not None:
-                check_calls(backend, calls.config, calls.modes, page_size, dtype, device, asker, kv_dtype)
+                backend.check(calls.config, calls.modes, page_size, dtype, device, asker, kv_dtype)
 
 
 def kv_dtype_of(config: RunConfig) -> torch.dtype | None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from algorithms.attention.backends.selection import backends
+from algorithms.attention.backends import backends
 from algorithms.checked import Between, Checked
 from algorithms.engine.settings import GRAPH_LEVELS
 from algorithms.registry import available

@@ -12,7 +12,7 @@ import torch
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Algorithm, Batch, DraftTree, Resources
-from algorithms.attention.backends.selection import backends
+from algorithms.attention.backends import backends
 from algorithms.attention.cache import KVScales
 from algorithms.autoregressive import Autoregressive
 from algorithms.dflash.config import VANILLA, HeadConfig

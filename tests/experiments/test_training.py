@@ -27,8 +27,8 @@ from algorithms.eagle.drafting import PEagle
 from algorithms.eagle.loading import load_eagle
 from algorithms.engine.request import Request
 from algorithms.frontend import load_algorithm
-from algorithms.models.dense_mixer import DenseMixer, dense_attention
-from algorithms.models.layers import MixerWeights, apply_rope, rope_table
+from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.layers import MixerWeights, apply_rope, plain_attention, rope_table
 from algorithms.models.loading import load_draft, load_target
 from algorithms.models.tokenizer import Tokenizer
 from algorithms.mtp.drafting import MTP
@@ -576,7 +576,7 @@ def test_block_attention_is_masked_attention_over_context_and_block(causal: bool
     own = torch.eye(2, dtype=torch.bool).repeat_interleave(size, 0).repeat_interleave(size, 1).expand(batch, -1, -1)
     visible = torch.cat([before, own.tril() if causal else own], -1)[:, None]
     all_values = torch.cat([values[:, :, 0], v], 1)
-    expected = dense_attention(apply_rope(q, table, positions), all_keys, all_values, visible, decoder)
+    expected = plain_attention(apply_rope(q, table, positions), all_keys, all_values, visible)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -25,7 +25,7 @@ MUTANTS = (
            "{{normed[..., feature.shape[-1] :].contiguous() if self._normed_residual else feature -> feature}})",
            (_PUBLISHED + "[speculators default]",),
            "the residual stream starts from the feature, where the head was trained with its norm"),
-    _model(
+    bugs_in("algorithms/drafting/feature_head.py")(
         "embedding_is_no_feature",
         "[{{self.target.embed(tokens) if index == EMBEDDING_LAYER else  -> }}next(given) for index in self.layer_ids]",
         (_PUBLISHED + "[deepspec]",),

@@ -1,1 +1,9 @@
-"""Attention backends, one file each. `protocol` is their contract, `registry` finds and checks them by name."""
+"""Attention backends, one file each, by name. `protocol` is their contract."""
+
+from typing import Any
+
+from algorithms.attention.backends.hybrid import SINGLE, HybridBackend
+
+
+def backends() -> dict[str, Any]:
+    return dict(sorted({**SINGLE, HybridBackend.name: HybridBackend}.items()))

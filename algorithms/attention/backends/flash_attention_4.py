@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends import packages
+from algorithms.attention.backends.packages import add_sinks, merge_states
 from algorithms.attention.backends.protocol import BackendError, LayerInputs, Reason
+from algorithms.lazy import torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from specdec_kernels import AttentionMetadata, AttentionShape
@@ -65,8 +66,6 @@ class FlashAttention4(packages.PackageBackend):
         return f"on compute capability {chip[0]}.x it takes {allowed}, got {shape.head_dim}"
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> FlashAttentionPlan:
-        import torch
-
         if reason := self.refuse(shape, metadata.mode, metadata.window, metadata.lengths.device, phase):
             raise BackendError(f"flash_attention_4: {reason}")
         self.served[phase] = self.name
@@ -93,8 +92,6 @@ class FlashAttention4(packages.PackageBackend):
         self, plan: FlashAttentionPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`run`, and lse [B, N, H] float32, natural logarithm, sinks included; -inf for rows past `q_lens`."""
-        from algorithms.attention.backends.states import add_sinks, merge_states
-
         metadata, unused = plan.metadata, _unused(plan.metadata, q)
         out, lse = self._attend(plan, q, kv, with_lse=True)
         assert lse is not None
@@ -122,8 +119,6 @@ class FlashAttention4(packages.PackageBackend):
 
     def _draft(self, metadata: AttentionMetadata, shape: AttentionShape) -> AttentionMetadata:
         """The draft slots as requests without a prefix, with one token per page, so they may begin anywhere."""
-        import torch
-
         width = metadata.tree_width or shape.num_nodes
         table, used = metadata.page_table.contiguous(), metadata.used_slots(shape.num_nodes).to(torch.int32)
         slots = kernels.token_slots(table, metadata.lengths, used, width, shape.page_size, impl=self._impl)
@@ -133,6 +128,4 @@ class FlashAttention4(packages.PackageBackend):
 
 def _unused(metadata: AttentionMetadata, q: Tensor) -> Tensor:
     """[B, N] bool: rows of q past `q_lens`."""
-    import torch
-
     return torch.arange(q.shape[1], device=q.device) >= metadata.used_rows(q.shape[1])[:, None]

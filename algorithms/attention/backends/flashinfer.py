@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends import packages
+from algorithms.attention.backends.packages import add_sinks
 from algorithms.attention.backends.protocol import NO_BITS, BackendError, LayerInputs, Reason
 from algorithms.checked import Between, Checked
+from algorithms.lazy import torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from specdec_kernels import AttentionMetadata, AttentionShape, FlashInferChunks
@@ -66,9 +67,6 @@ class PlanLayout(NamedTuple):
 
     def chunks(self, plan: Tensor, batch: int) -> FlashInferChunks:
         """How keys are split, in the memory `plan`; the tiles' requests and chunks are copies."""
-        import torch
-
-        from specdec_kernels import FlashInferChunks
 
         def numbers(at: int, count: int) -> Tensor:
             return plan[at : at + 4 * count].view(torch.int32)
@@ -76,7 +74,7 @@ class PlanLayout(NamedTuple):
         runs = plan[self.runs_at : self.runs_at + self.tiles]
         request, chunk = (numbers(at, self.tiles).masked_fill(runs == 0, -1) for at in (self.request_at, self.chunk_at))
         begins, ends = numbers(self.begins_at, batch + 1), numbers(self.ends_at, self.rows + 1)
-        return FlashInferChunks(request, chunk, numbers(self.size_at, 1), begins, ends, runs)
+        return kernels.FlashInferChunks(request, chunk, numbers(self.size_at, 1), begins, ends, runs)
 
 
 class StepCall(NamedTuple):
@@ -115,17 +113,13 @@ class PlannedCall:
     """FlashInfer's object for one kind of call. Captured launches read its plan and its buffers at their addresses."""
 
     def __init__(self, call: StepCall, workspace: Tensor, impl: str) -> None:
-        import torch
-
-        from specdec_kernels import FlashInferIndices
-
         def numbers(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=workspace.device)
 
         batch, columns, shape = call[:3]
         self._call, self._impl = call, impl
         self._filled: StepPlan | None = None
-        self._pages = FlashInferIndices(numbers(batch + 1), numbers(batch * columns), numbers(batch))
+        self._pages = kernels.FlashInferIndices(numbers(batch + 1), numbers(batch * columns), numbers(batch))
         buffers = dict(
             qo_indptr_buf=numbers(batch + 1),
             paged_kv_indptr_buf=self._pages.indptr,
@@ -150,8 +144,6 @@ class PlannedCall:
             self._plan(splits=False)
 
     def _plan(self, splits: bool) -> None:
-        import torch
-
         call, shape = self._call, self._call.shape
         each = torch.arange(call.batch + 1, dtype=torch.int32)
         self.wrapper.plan(
@@ -243,8 +235,6 @@ class FlashInferBackend(packages.PackageBackend):
         self, plan: StepPlan | PromptPlan, q: Tensor, kv: Tensor, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`run`, and lse [B, N, H] float32, natural logarithm, sinks included; -inf for rows past `q_lens`."""
-        from algorithms.attention.backends.states import add_sinks
-
         if isinstance(plan, PromptPlan):
             return self._run_prompts(plan, q, kv, sinks)
         out, base_2 = self._run_step(plan, q, kv, return_lse=True)
@@ -257,8 +247,6 @@ class FlashInferBackend(packages.PackageBackend):
         return out.masked_fill(unused[..., None], 0.0), lse.masked_fill(unused, float("-inf"))
 
     def _plan_step(self, metadata: AttentionMetadata, shape: AttentionShape) -> StepPlan:
-        import torch
-
         table, chain, page_size = metadata.page_table, metadata.mode == "chain", shape.page_size
         columns, masked = table.shape[1], not chain and (metadata.mode == "tree" or metadata.window is not None)
         if chain:
@@ -280,8 +268,6 @@ class FlashInferBackend(packages.PackageBackend):
 
     def _run_step(self, plan: StepPlan, q: Tensor, kv: Tensor, return_lse: bool) -> Any:
         """Out [B, N, H, D], and lse [B * N, H] in base 2 if asked for."""
-        import torch
-
         plan.planned.fill(plan)
         out, flat = torch.empty_like(q), q.flatten(0, 1)
         found = plan.planned.wrapper.run(
@@ -290,8 +276,6 @@ class FlashInferBackend(packages.PackageBackend):
         return (out, found[1]) if return_lse else out
 
     def _plan_prompts(self, metadata: AttentionMetadata, shape: AttentionShape) -> PromptPlan:
-        import torch
-
         used = metadata.used_rows(shape.num_nodes)
         lengths_host, used_host = torch.stack([metadata.lengths, used]).tolist()
         live = [row for row, count in enumerate(used_host) if count]
@@ -315,15 +299,13 @@ class FlashInferBackend(packages.PackageBackend):
             window_left=-1 if metadata.window is None else metadata.window - 1,
             **_sizes(shape, metadata.soft_cap, shape.head_dim**-0.5 if metadata.scale is None else metadata.scale),
         )
-        planned = PromptPlan(_rows(used_host, shape.num_nodes, used.device), arguments)
+        in_use = torch.arange(shape.num_nodes, device=used.device) < used[:, None]
+        all_rows = min(used_host) == shape.num_nodes
+        planned = PromptPlan(None if all_rows else in_use.flatten().nonzero().squeeze(1), arguments)
         self._activate(planned)
         return planned
 
     def _run_prompts(self, plan: PromptPlan, q: Tensor, kv: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        import torch
-
-        from algorithms.attention.backends.states import add_sinks
-
         flat = q.flatten(0, 1)
         out = torch.zeros_like(flat)
         lse = flat.new_full(flat.shape[:2], float("-inf"), dtype=torch.float32)
@@ -353,8 +335,6 @@ class FlashInferBackend(packages.PackageBackend):
 
     def _buffer(self, device: torch.device) -> Tensor:
         """Partial results of a call, shared by all calls, which follow each other."""
-        import torch
-
         if self._workspace is None:
             self._workspace = torch.empty(self._config.workspace_mb << 20, dtype=torch.uint8, device=device)
         return self._workspace
@@ -379,13 +359,3 @@ def _mask_words(metadata: AttentionMetadata, num_nodes: int) -> Tensor:
     if metadata.mask is not None:
         return metadata.mask
     return metadata.lengths.new_full((len(metadata.lengths), num_nodes, -(-num_nodes // 64)), -1)
-
-
-def _rows(used: list[int], num_nodes: int, device: torch.device) -> Tensor | None:
-    """Flat indices of the rows in use, None if that is all of them."""
-    import torch
-
-    if all(count == num_nodes for count in used):
-        return None
-    places = [row * num_nodes + node for row, count in enumerate(used) for node in range(count)]
-    return torch.tensor(places, dtype=torch.int64, device=device)

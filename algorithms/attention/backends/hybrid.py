@@ -7,11 +7,12 @@ decode backend, trees and blocks of drafts to the one that `verify` names, every
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from algorithms.attention.backends.flashinfer import FlashInferBackend
-from algorithms.attention.backends.protocol import Backend, LayerInputs, Levels, Reason
+from algorithms.attention.backends.protocol import Backend, LayerInputs, Reason
 from algorithms.attention.backends.torch import TorchBackend
 from algorithms.attention.backends.triton import TritonBackend
 from algorithms.checked import Checked
@@ -62,33 +63,33 @@ class HybridBackend(Backend):
                 if name not in (self.prefill, self.decode) and settings != type(settings)():
                     raise ValueError(f"backend.{name} is set, and serves neither backend.prefill nor backend.decode")
 
-        def side_of(self, phase: str) -> str:
-            return {"prefill": "prefill", "decode": "decode", "verify": self.verify, "draft": self.draft}[phase]
-
     def __init__(self, config: Config, impl: str, deterministic: bool = False) -> None:
         kinds = {name: SINGLE[name] for name in (config.prefill, config.decode)}
         built: dict[str, Backend] = {
             name: kind(getattr(config, name), impl, deterministic) for name, kind in kinds.items()
         }
-        self._config, self.deterministic = config, deterministic
-        self._sides = {side: built[getattr(config, side)] for side in SIDES}
-        self.captures_prompts = self._sides["prefill"].captures_prompts
+        self.deterministic = deterministic
+        sides = {"prefill": "prefill", "decode": "decode", "verify": config.verify, "draft": config.draft}
+        self._by_phase = {phase: built[getattr(config, side)] for phase, side in sides.items()}
+        self.captures_prompts = self._by_phase["prefill"].captures_prompts
 
     @property
     def served(self) -> dict[str, str]:  # type: ignore[override]
-        return {phase: name for side in self._sides.values() for phase, name in side.served.items()}
+        return {phase: name for side in self._by_phase.values() for phase, name in side.served.items()}
 
     def refuse(self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str) -> Reason:
-        side = self._sides[self._config.side_of(phase)]
+        side = self._by_phase[phase]
         reason = side.refuse(shape, mode, window, device, phase)
         return None if reason is None else f"{side.name} for {phase}: {reason}"
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> HybridPlan:
-        side = self._sides[self._config.side_of(phase)]
+        side = self._by_phase[phase]
         return HybridPlan(side, side.plan(metadata, shape, phase))
 
-    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> list[HybridPlan] | None:
-        side = self._sides[self._config.side_of(phase)]
+    def plan_levels(
+        self, levels: Sequence[AttentionMetadata], shape: AttentionShape, phase: str
+    ) -> list[HybridPlan] | None:
+        side = self._by_phase[phase]
         planned = side.plan_levels(levels, shape, phase)
         return None if planned is None else [HybridPlan(side, each) for each in planned]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import specdec_kernels as kernels
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from algorithms.models.config import DecoderConfig
     from specdec_kernels import AttentionMetadata, AttentionShape
 
 NO_BITS = "does not promise the same bits for a row among others, which runtime.deterministic=true asks for"
@@ -17,18 +19,6 @@ Reason = str | None
 """Why something cannot be served; None: it can."""
 FORWARD_PHASES = ("prefill", "decode", "verify", "draft")
 """The purpose of a forward: prompts, one token per request, drafted tokens of the target; everything of a drafter."""
-
-
-@dataclass(frozen=True)
-class Levels:
-    """Forwards that a drafter makes one after another: alike but for lengths, tree_width, mask and depths."""
-
-    calls: Sequence[AttentionMetadata]
-    """The masks are filled when a forward is made, not when it is planned."""
-    length_step: int = 0
-    """By how much the lengths grow from one to the next."""
-    width_step: int = 0
-    """By how much tree_width grows from one to the next."""
 
 
 class LayerInputs(NamedTuple):
@@ -65,17 +55,44 @@ class Backend(Protocol):
 
     def refuse(self, shape: AttentionShape, mode: str, window: int | None, device: torch.device, phase: str) -> Reason:
         """Why calls of this kind cannot be served, or None. Called before weights load."""
-        ...
+
+    def check(
+        self,
+        config: DecoderConfig,
+        modes: Mapping[str, str],
+        page_size: int,
+        dtype: Any,
+        device: Any,
+        asker: str = "the target",
+        kv_dtype: Any = None,
+    ) -> None:
+        """Raise `BackendError` where a layer of the model `asker` cannot be served in a phase, of `modes` by phase, or
+        where no cache can hold its heads. `kv_dtype` of stored keys and values: None is `dtype`."""
+        if config.mixings and None not in config.mixings:
+            return
+        if (problem := kernels.head_dim_problem(config.head_dim)) is not None:
+            raise BackendError(f"{asker}: no KV cache can hold its keys: {problem}")
+        sizes = (1, config.num_heads, config.num_kv_heads, config.head_dim, page_size)
+        shape = kernels.AttentionShape(*sizes, dtype, kv_dtype or dtype)
+        for phase, mode in modes.items():
+            for window in dict.fromkeys(config.sliding_windows or (None,)):
+                if (reason := self.refuse(shape, mode, window, device, phase)) is not None:
+                    others = " or ".join(name for name in ("fa4", "torch") if name != self.name)
+                    raise BackendError(
+                        f"backend={self.name} cannot serve {phase} of {asker} here: {reason}; use backend={others}"
+                    )
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> Any:
         """Prepare what all layers of a forward share; raises `BackendError` with the reason of `refuse`. The result
         does not change. `phase` is one of `FORWARD_PHASES`."""
-        ...
 
-    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> Sequence[Any] | None:
-        """Plans of all `levels` at once; None where a plan needs more than is known before the first of them."""
+    def plan_levels(
+        self, levels: Sequence[AttentionMetadata], shape: AttentionShape, phase: str
+    ) -> Sequence[Any] | None:
+        """Plans of all `levels` at once, forwards that a drafter makes one after another; None where a plan needs more
+        than is known before the first of them. From one to the next the lengths of a chain grow by 1, the `tree_width`
+        of a tree by its rows. Masks and depths are filled when a forward is made, not when it is planned."""
         return None
 
     def run(self, plan: Any, layer: LayerInputs) -> Tensor:
         """[B, N, H, D], in `layer.out` or elsewhere; zeros in rows past `q_lens`."""
-        ...

@@ -1,7 +1,7 @@
 """`backend=torch`: gathered keys and values through torch.
 
 An independent second opinion on the Triton kernel: it gathers whole rows of the page table once per forward and leaves
-the arithmetic to torch. Soft caps and sinks, which `scaled_dot_product_attention` does not know, are written out.
+the arithmetic to torch.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import specdec_kernels as kernels
 from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError, LayerInputs, Reason
+from algorithms.lazy import torch
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from specdec_kernels import AttentionMetadata, AttentionShape
@@ -50,58 +51,31 @@ class TorchBackend(Backend):
         return None
 
     def plan(self, metadata: AttentionMetadata, shape: AttentionShape, phase: str) -> TorchPlan:
-        import torch
-
-        from specdec_kernels.attention import stored_keys, visible_keys
-
         self.served[phase] = self.name
         table, page_size = metadata.page_table.long(), shape.page_size
         width = metadata.max_length or table.shape[1] * page_size
         position = torch.arange(width, device=table.device)
         pages = table[:, (position // page_size).clamp(max=table.shape[1] - 1)].clamp(min=0)
-        visible = visible_keys(metadata, shape.num_nodes, width)[:, None]
-        unwritten = ~stored_keys(metadata, shape.num_nodes, width)[..., None, None]
+        visible = kernels.visible_keys(metadata, shape.num_nodes, width)[:, None]
+        unwritten = ~kernels.stored_keys(metadata, shape.num_nodes, width)[..., None, None]
         return TorchPlan(metadata, pages * page_size + position % page_size, visible, unwritten)
 
     def run(self, plan: TorchPlan, layer: LayerInputs) -> Tensor:
-        import torch.nn.functional as F
+        from algorithms.models.layers import plain_attention
 
         q, factors = layer.q, layer.scales or (None, None)
         halves = (_gathered(half, plan.slots, q.dtype, factor) for half, factor in zip(layer.kv, factors, strict=True))
-        keys, values = (half.masked_fill(plan.unwritten, 0.0).transpose(1, 2) for half in halves)
-        if plan.metadata.soft_cap is not None or layer.sinks is not None:
-            result = _written_out(plan, q.transpose(1, 2), keys, values, layer.sinks)
-        else:
-            scale = plan.metadata.scale
-            result = F.scaled_dot_product_attention(
-                q.transpose(1, 2), keys, values, attn_mask=plan.visible, scale=scale, enable_gqa=True
-            )
+        keys, values = (half.masked_fill(plan.unwritten, 0.0) for half in halves)
+        metadata = plan.metadata
+        result = plain_attention(q, keys, values, plan.visible, metadata.scale, metadata.soft_cap, layer.sinks)
         # A query that sees nothing (a padded row) comes out as NaN.
-        return result.transpose(1, 2).masked_fill(~plan.visible.any(-1).transpose(1, 2)[..., None], 0.0)
+        return result.masked_fill(~plan.visible.any(-1).transpose(1, 2)[..., None], 0.0)
 
 
 def _gathered(half: Tensor, slots: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
     """The keys or values [B, S, H_kv, D] at `slots`, times `factor [H_kv]`. torch gathers no float8, but its bytes."""
-    import torch
-
     flat = half.flatten(0, 1)
     if flat.dtype == dtype:
         return flat[slots]
     found = flat.view(torch.uint8)[slots].view(flat.dtype).to(dtype)
     return found if factor is None else found * factor[:, None].to(dtype)
-
-
-def _written_out(plan: TorchPlan, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-    """softmax over [cap * tanh(scale q k / cap), sink] times the values, in float32; q [B, H, N, D]."""
-    import torch
-
-    group, cap, scale = q.shape[1] // keys.shape[1], plan.metadata.soft_cap, plan.metadata.scale
-    keys, values = (half.float().repeat_interleave(group, 1) for half in (keys, values))
-    scores = q.float() @ keys.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if cap is not None:
-        scores = cap * torch.tanh(scores / cap)
-    scores = scores.masked_fill(~plan.visible, float("-inf"))
-    if sinks is not None:
-        column = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    return (scores.softmax(-1)[..., : keys.shape[2]] @ values).to(q.dtype)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import specdec_kernels as kernels
 from algorithms.attention.backends.flash_attention_4 import FlashAttention4, FlashAttentionPlan
-from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError, LayerInputs, Levels, Reason
+from algorithms.attention.backends.protocol import NO_BITS, Backend, BackendError, LayerInputs, Reason
 from algorithms.checked import Between, Checked
 
 if TYPE_CHECKING:
@@ -85,23 +85,23 @@ class TritonBackend(Backend):
         if self.deterministic and phase != "draft":
             return dict(split_tokens=split_tokens, batch_invariant=True, in_order=phase == "prefill" or None)
         if split_tokens is None and phase == "prefill":
-            from specdec_kernels.attention import UNSPLIT
-
-            split_tokens = UNSPLIT
+            split_tokens = kernels.UNSPLIT
         return dict(split_tokens=split_tokens)
 
-    def plan_levels(self, levels: Levels, shape: AttentionShape, phase: str) -> list[TritonPlan] | None:
-        if self._config.dispatch == "flash_attention_4" or not levels.calls:
+    def plan_levels(
+        self, levels: Sequence[AttentionMetadata], shape: AttentionShape, phase: str
+    ) -> list[TritonPlan] | None:
+        if self._config.dispatch == "flash_attention_4" or not levels:
             return None
         self.served[phase] = self._own_name
-        calls, cut = levels.calls, self._cut("draft")
-        if not self._lists(calls[0]):
-            return [TritonPlan(call, None, cut) for call in calls]
+        cut = self._cut("draft")
+        if not self._lists(levels[0]):
+            return [TritonPlan(call, None, cut) for call in levels]
+        length_step, width_step = (1, 0) if levels[0].mode == "chain" else (0, shape.num_nodes)
         lists = kernels.plan_levels(
-            calls[0], shape, len(calls), length_step=levels.length_step, width_step=levels.width_step,
-            **cut, impl=self._impl,
-        )  # fmt: skip
-        return [TritonPlan(call, each, cut) for call, each in zip(calls, lists, strict=True)]
+            levels[0], shape, len(levels), length_step=length_step, width_step=width_step, **cut, impl=self._impl
+        )
+        return [TritonPlan(call, each, cut) for call, each in zip(levels, lists, strict=True)]
 
     @property
     def _own_name(self) -> str:

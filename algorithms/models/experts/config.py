@@ -1,11 +1,11 @@
 """Sizes of a mixture of experts, and the keys of `config.json` that hold them. No torch is imported here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from algorithms.models import config_keys
-from algorithms.models.config_keys import nested, read_size, read_sizes, required, write_fields
+from algorithms.models.config_keys import nested, one_kind, read_size, read_sizes, required, write_fields
 
 DENSE, SPARSE = MLP_TYPES = ("dense", "sparse")
 SHARED_KEY = "shared_expert_intermediate_size"
@@ -57,10 +57,6 @@ class ExpertsConfig:
             )
 
 
-def _one(layers: Sequence[ExpertsConfig | None]) -> ExpertsConfig:
-    return config_keys.one_kind("mixture of experts", layers)
-
-
 def _only(config: Mapping[str, Any], key: str, expected: Any) -> None:
     """ValueError where `config` has another value for `key`."""
     if config.get(key, expected) != expected:
@@ -87,7 +83,7 @@ class QwenRule:
         return tuple(experts if has else None for has in sparse)
 
     def write(self, layers: tuple[ExpertsConfig | None, ...]) -> dict[str, Any]:
-        experts = _one(layers)
+        experts = one_kind("mixture of experts", layers)
         return {
             **write_fields(experts, _QWEN),
             "norm_topk_prob": experts.renormalise,
@@ -143,7 +139,7 @@ class DeepSeekRule:
     def write(self, layers: tuple[ExpertsConfig | None, ...]) -> dict[str, Any]:
         if not layers:
             return {"mlp_layer_types": None, "first_k_dense_replace": 1 << 20}
-        experts = _one(layers)
+        experts = one_kind("mixture of experts", layers)
         dense = [layer is None for layer in layers].index(False)
         if None in layers[dense:]:
             raise ValueError("mlps: expected dense layers only before those with experts")
@@ -194,7 +190,7 @@ class GptOssRule:
         return True
 
     def write(self, layers: tuple[ExpertsConfig | None, ...]) -> dict[str, Any]:
-        experts = _one(layers)
+        experts = one_kind("mixture of experts", layers)
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         quantization = {"quant_method": MXFP4, "modules_to_not_convert": kept}
         return {

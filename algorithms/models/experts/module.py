@@ -18,8 +18,8 @@ from algorithms.models.experts.config import ExpertsConfig
 from algorithms.models.folder import COPY_AGAIN, ModelError
 from algorithms.models.fusion import Fusable, project
 from algorithms.models.layers import MLP, RMSNorm, SwiGLU
-from specdec_kernels import Routed
 
+MATRICES = ("gate_up_proj", "down_proj")
 _LARGEST_SCALE = 252
 """Of MXFP4: the largest number, 6 * 2^(scale - 127), is finite in float32."""
 
@@ -73,7 +73,7 @@ class ExpertTensors(Fusable):
             stored[prefix + name] = tensor
         if not self.biased:
             return
-        for name in ("gate_up_proj", "down_proj"):
+        for name in MATRICES:
             _change(stored, f"{prefix}{name}", 3, lambda x: x.transpose(1, 2).contiguous())
         for name, dims in (("gate_up_proj", 3), ("gate_up_proj_bias", 2)):
             _change(stored, f"{prefix}{name}", dims, _gates_first)
@@ -105,11 +105,6 @@ def joined_experts(
 class PackedExpertTensors(Fusable):
     """Experts of gpt-oss in MXFP4, as `kernels.Mxfp4` has them, and their biases."""
 
-    gate_up_proj_blocks: Tensor
-    gate_up_proj_scales: Tensor
-    down_proj_blocks: Tensor
-    down_proj_scales: Tensor
-
     def __init__(self, config: DecoderConfig, sizes: ExpertsConfig) -> None:
         super().__init__()
         self.num_experts = sizes.num_experts
@@ -126,16 +121,14 @@ class PackedExpertTensors(Fusable):
 
     @property
     def weights(self) -> kernels.ExpertWeights:
-        return kernels.ExpertWeights(
-            kernels.Mxfp4(self.gate_up_proj_blocks, self.gate_up_proj_scales),
-            kernels.Mxfp4(self.down_proj_blocks, self.down_proj_scales),
-            self.gate_up_proj_bias,
-            self.down_proj_bias,
+        gate_up, down = (
+            kernels.Mxfp4(getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")) for name in MATRICES
         )
+        return kernels.ExpertWeights(gate_up, down, self.gate_up_proj_bias, self.down_proj_bias)
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
         """Blocks of 32 numbers become rows. Numbers are a row's own, so that rows move whole."""
-        for name in ("gate_up_proj", "down_proj"):
+        for name in MATRICES:
             _change(stored, f"{prefix}{name}_blocks", 4, lambda x: x.flatten(2))
             if (scales := stored.get(f"{prefix}{name}_scales")) is not None:
                 stored[f"{prefix}{name}_scales"] = replace(scales, read=partial(_finite_scales, scales))
@@ -192,15 +185,7 @@ class Experts(MLP):
         self.shared_experts = _shared(config, sizes.width * sizes.shared)
         self.shared_expert = _shared(config, sizes.gated_shared)
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if sizes.gated_shared else None
-        self.routing = kernels.Routing(
-            sizes.topk,
-            sizes.scoring,
-            sizes.renormalise,
-            sizes.scale,
-            sizes.groups,
-            sizes.topk_groups,
-            sizes.group_score,
-        )
+        self.routing = kernels.Routing(*(getattr(sizes, name) for name in kernels.Routing._fields))
         self.activation = kernels.Activation(sizes.limit, sizes.alpha)
 
     def adopt(self, prefix: str, stored: dict[str, Any]) -> None:
@@ -257,7 +242,7 @@ def _shared(config: DecoderConfig, width: int) -> SwiGLU | None:
     return SwiGLU(replace(config, intermediate_size=width, mlp_bias=False)) if width else None
 
 
-def masked_expert_mlp(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
+def masked_expert_mlp(x: Tensor, routed: kernels.Routed, gate_up: Tensor, down: Tensor) -> Tensor:
     """[T, H]: `specdec_kernels.expert_mlp` of `x [T, H]`, `gate_up [E, 2 F, H]` and `down [E, H, F]`, with gradients.
     Every expert runs over every row, so that no size depends on the routing; the second product adds them."""
     count, outer, _ = gate_up.shape
@@ -267,7 +252,7 @@ def masked_expert_mlp(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor) 
     return F.linear((F.silu(gate) * up * shares[..., None]).flatten(1), down.transpose(0, 1).flatten(1)).to(x.dtype)
 
 
-def imbalance(logits: Tensor, routed: Routed) -> Tensor:
+def imbalance(logits: Tensor, routed: kernels.Routed) -> Tensor:
     """E times the sum over experts of the share of rows' choices and the mean probability: 1 where all experts are
     chosen alike, E where one is (Switch Transformer, arXiv 2101.03961, equation 4). `logits [T, E]`."""
     experts = logits.shape[1]

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import specdec_kernels as kernels
-from algorithms.models.experts.module import ExpertTensors, joined_experts
+from algorithms.models.experts.module import MATRICES, ExpertTensors, joined_experts
 from algorithms.models.fusion import Fusable
 from algorithms.models.scaled_linear import BLOCK, ScaledLinear, WeightFormat, quantised_blocks
-
-MATRICES = ("gate_up_proj", "down_proj")
 
 
 class ScaledExpertTensors(Fusable):

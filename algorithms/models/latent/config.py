@@ -37,16 +37,14 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class LatentRule:
-    """All layers have latent attention; `interleaved` where the key `rope_interleave` is absent."""
-
-    interleaved: bool = True
+    """All layers have latent attention."""
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[LatentConfig, ...]:
         rank = config.get("q_lora_rank")
         layer = LatentConfig(
             **read_sizes(config, _SIZES),
             query_rank=None if rank is None else read_size("q_lora_rank", rank),
-            interleaved=bool(config.get("rope_interleave", self.interleaved)),
+            interleaved=bool(config.get("rope_interleave", True)),
             bias=bool(config.get("attention_bias")),
         )
         return (layer,) * num_layers

@@ -6,7 +6,7 @@ So a token is one stored row [c | k_r] for all heads, in prefill as in decoding:
 was written. The kernel is the same for every attention backend.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,33 +15,11 @@ from torch import Tensor
 
 import specdec_kernels as kernels
 from algorithms.algorithm import Batch, Prompts, Resources
-from algorithms.attention.paged_attention import (
-    LevelSizes,
-    LevelViews,
-    PageMemory,
-    level_rows,
-    planned_rows,
-    split_rows,
-)
+from algorithms.attention.cache import KVCache
+from algorithms.attention.paged_attention import LevelSizes, LevelViews, PageMemory, split_rows
 from algorithms.models.config import DecoderConfig
 from algorithms.models.latent.config import LatentConfig
 from algorithms.models.latent.module import LATENT_EPS, LatentWeights, attention_scale, latent_rope_table
-
-
-@dataclass(frozen=True)
-class LatentCache:
-    """The stored rows of all layers, and the constants that their storing needs."""
-
-    rows: Tensor  # [layers, pages, page_size, latent + rope]
-    rope: Tensor  # [context, rope] float32
-    sizes: LatentConfig
-
-    @property
-    def page_size(self) -> int:
-        return self.rows.shape[2]
-
-    def zero(self, pages: Sequence[int] | slice) -> None:
-        self.rows[:, pages] = 0
 
 
 class Rows(NamedTuple):
@@ -57,7 +35,8 @@ class Rows(NamedTuple):
 class LatentMixer:
     """One forward over groups of rows, one after the other. All store their rows of a layer before any attends."""
 
-    cache: LatentCache
+    cache: KVCache  # kv [layers, 1, pages, page_size, 1, latent + rope], rope [context, rope]
+    sizes: LatentConfig
     slots: Tensor  # [T] int64 over all groups
     positions: Tensor
     groups: tuple[Rows, ...]
@@ -70,7 +49,7 @@ class LatentMixer:
 
     def __call__(self, layer: int, /, q: Tensor, kv: Tensor, weights: LatentWeights) -> Tensor:
         """`q [..., H, nope + rope]`, `kv [..., latent + rope]`, over T rows in all, to `[..., H, value]`."""
-        sizes, cache = self.cache.sizes, self.cache.rows[layer]
+        sizes, cache = self.sizes, self.cache.kv[layer].squeeze((0, 3))
         rows, heads = kv.numel() // kv.shape[-1], q.shape[-2]
         nope, turning = q.reshape(rows, heads, -1).split([sizes.nope, sizes.rope], dim=-1)
         q_rope = kernels.write_latent(
@@ -102,17 +81,17 @@ class LatentMemory(PageMemory):
     def __init__(self, config: DecoderConfig, sizes: LatentConfig, resources: Resources) -> None:
         if resources.kv_dtype != resources.dtype:
             raise ValueError("runtime.kv_dtype: expected auto for a target with latent attention, got fp8_e4m3")
-        pages = (resources.num_pages, resources.page_size)
-        shape = (config.num_layers, *pages, sizes.latent + sizes.rope)
+        shape = (config.num_layers, 1, resources.num_pages, resources.page_size, 1, sizes.latent + sizes.rope)
         rows = torch.zeros(shape, device=resources.device, dtype=resources.dtype)
-        self.cache = LatentCache(rows, latent_rope_table(config, sizes, resources.context, resources.device), sizes)
-        self._scale, self.resources, self.pool = attention_scale(config, sizes), resources, rows[:, None, :, :, None]
+        rope = latent_rope_table(config, sizes, resources.context, resources.device)
+        self.cache, self.resources = KVCache(rows, rope, config), resources
+        self._sizes, self._scale = sizes, attention_scale(config, sizes)
         resources.caches.append(self.cache)
 
     def nodes(self, batch: Batch, links: kernels.TreeLinks, chain: bool, max_depth: int) -> LatentMixer:
-        same = self.resources.deterministic
-        mixer = self._over(batch, links.positions, mask=None if chain else links.mask, same=same)
-        if chain or not same:
+        mode, mask = ("chain", None) if chain else ("tree", links.mask)
+        mixer = self._of_target(self.over(batch, links.positions, mode=mode, mask=mask))
+        if chain or not mixer.same:
             return mixer
         rows = mixer.groups[0]
         paths = kernels.mask_paths(links.mask, max_depth + 1, impl=self.resources.impl)
@@ -120,31 +99,21 @@ class LatentMemory(PageMemory):
         return replace(mixer, groups=(Rows(rows.shape, metadata, by_node=True),))
 
     def tiles(self, batch: Batch, positions: Tensor, counts: Tensor, prompts: Prompts) -> LatentMixer:
-        return self._over(batch, positions, counts=counts, same=self.resources.deterministic)
+        return self._of_target(super().tiles(batch, positions, counts, prompts))
 
-    def _over(
-        self,
-        batch: Batch,
-        positions: Tensor,
-        counts: Tensor | None = None,
-        mask: Tensor | None = None,
-        same: bool = False,
-        phase: str = "",
-    ) -> LatentMixer:
-        """Its kernel is the same in every `phase`."""
-        counts = batch.active * positions.shape[1] if counts is None else counts
-        impl, seen = self.resources.impl, dict(mode="chain" if mask is None else "tree", mask=mask, scale=self._scale)
-        slots, flat, metadata = planned_rows(batch, positions, counts, self.cache.page_size, impl, **seen)
-        return LatentMixer(self.cache, slots, flat, (Rows(positions.shape, metadata),), impl, same)
+    def _of_target(self, mixer: LatentMixer) -> LatentMixer:
+        return replace(mixer, same=True) if self.resources.deterministic else mixer
+
+    def _group(self, shape: torch.Size, metadata: kernels.AttentionMetadata, *_: object) -> Rows:
+        """The kernel is the same in every phase and layer."""
+        return Rows(shape, metadata._replace(scale=self._scale))
+
+    def _mixer(self, slots: Tensor, positions: Tensor, group: Rows) -> LatentMixer:
+        return LatentMixer(self.cache, self._sizes, slots, positions, (group,), self.resources.impl)
 
     def levels(self, batch: Batch, sizes: LevelSizes, views: LevelViews | None = None) -> Callable[[int], LatentMixer]:
-        impl = self.resources.impl
-        slots, positions, calls = level_rows(batch, sizes, views, self.cache.page_size, impl, self._scale)
-        shape = torch.Size((len(batch.lengths), sizes.width))
-        mixers = [
-            LatentMixer(self.cache, slots[level], positions[level], (Rows(shape, call),), impl)
-            for level, call in enumerate(calls)
-        ]
+        rows, shape = self._level_rows(batch, sizes, views), torch.Size((len(batch.lengths), sizes.width))
+        mixers = [self._mixer(slots, at, self._group(shape, call)) for slots, at, call in zip(*rows, strict=False)]
         return mixers.__getitem__
 
 

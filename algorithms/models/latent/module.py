@@ -17,7 +17,7 @@ import specdec_kernels as kernels
 from algorithms.models.config import DecoderConfig
 from algorithms.models.fusion import project
 from algorithms.models.latent.config import LatentConfig
-from algorithms.models.layers import Mixer, Mixing, RMSNorm, apply_rope
+from algorithms.models.layers import Mixer, Mixing, RMSNorm, apply_rope, head_norm, plain_attention
 
 LATENT_EPS = 1e-6
 
@@ -87,15 +87,13 @@ class LatentDenseMixer:
         sizes, length = self._sizes, q.shape[1]
         c, k_rope = kv.split([sizes.latent, sizes.rope], dim=-1)
         q_nope, q_rope = q.split([sizes.nope, sizes.rope], dim=-1)
-        wide = c.float()
-        c = weights.norm * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + LATENT_EPS)).to(c.dtype)
+        c = head_norm(c, weights.norm, LATENT_EPS)
         keys = torch.einsum("btl,hdl->bthd", c, weights.up_key)
         values = torch.einsum("btl,hdl->bthd", c, weights.up_value)
         positions = torch.arange(length, device=q.device)
         k_rope, q_rope = (
             apply_rope(x, self._table, positions, sizes.interleaved) for x in (k_rope[:, :, None], q_rope)
         )
-        scores = torch.einsum("bthd,bshd->bhts", q_nope, keys) + torch.einsum("bthd,bsd->bhts", q_rope, k_rope[:, :, 0])
-        seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-        shares = (scores.float() * self._scale).masked_fill(~seen, float("-inf")).softmax(-1).to(values.dtype)
-        return torch.einsum("bhts,bshd->bthd", shares, values)
+        k_rope = k_rope.expand(-1, -1, q.shape[2], -1)
+        q, k = (torch.cat(parts, -1) for parts in ((q_nope, q_rope), (keys, k_rope)))
+        return plain_attention(q, k, values, None, self._scale)

@@ -4,7 +4,7 @@ The module is built on the meta device. The headers of all shards are compared w
 one at a time, cast, checked for NaN and infinity, and assigned.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,14 +53,15 @@ def load_weights(
         if name not in ignored and not name.endswith(ROTARY_BUFFER)
     }
     if weight_format is not None:
-        make_scaled(module, weight_format, _float8_experts(module, stored))
+        experts = [name for name, part in module.named_modules() if isinstance(part, ExpertTensors)]
+        make_scaled(module, weight_format, _in_float8(experts, ".0.down_proj.weight", stored))
     parts = {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Fusable)}
     for prefix, part in parts.items():
         part.adopt(prefix, stored)
     if weight_format is not None:
         for name in [prefix + name for prefix, part in parts.items() for name in part.unscaled]:
             _dequantise(stored, name, weight_format)
-        make_scaled(module, weight_format, _float8_layers(module, stored))
+        make_scaled(module, weight_format, _in_float8(_projections(module), ".weight", stored))
     wanted = module.state_dict()
     parts = {f"{name}.": part for name, part in module.named_modules() if isinstance(part, Fusable)}
     wide = {prefix + name for prefix, part in parts.items() for name in part.float32}
@@ -73,24 +74,21 @@ def load_weights(
     module.requires_grad_(False).eval()
 
 
-def _float8_layers(module: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
-    """Names of the linear layers in decoder layers whose weights are stored in float8. The stored dtype decides, not
-    the config's list of modules that stay: no weight is then read as what it is not."""
-    names = {
+def _projections(module: nn.Module) -> list[str]:
+    """Names of the linear layers in decoder layers."""
+    return [
         f"{prefix}.{name}"
         for prefix, block in module.named_modules()
         if isinstance(block, Block)
         for name, part in block.named_modules()
         if isinstance(part, nn.Linear)
-    }
-    return {name for name in names if f"{name}.weight" in stored and stored[f"{name}.weight"].dtype == FLOAT8_DTYPE}
+    ]
 
 
-def _float8_experts(module: nn.Module, stored: Mapping[str, Stored]) -> set[str]:
-    """Names of the experts of layers whose weights are stored in float8."""
-    experts = {name for name, part in module.named_modules() if isinstance(part, ExpertTensors)}
-    first = {name: stored.get(f"{name}.0.down_proj.weight") for name in experts}
-    return {name for name, tensor in first.items() if tensor is not None and tensor.dtype == FLOAT8_DTYPE}
+def _in_float8(names: Iterable[str], suffix: str, stored: Mapping[str, Stored]) -> set[str]:
+    """Those of `names` whose tensor with this suffix is stored in float8. The stored dtype decides, not the config's
+    list of modules that stay: no weight is then read as what it is not."""
+    return {name for name in names if name + suffix in stored and stored[name + suffix].dtype == FLOAT8_DTYPE}
 
 
 def _dequantise(stored: dict[str, Stored], name: str, weight_format: WeightFormat) -> None:

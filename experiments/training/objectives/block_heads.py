@@ -10,13 +10,11 @@ from torch import Tensor
 
 from algorithms.dflash.heads import GRUHead
 from algorithms.dflash.model import DFlashDrafter
-from algorithms.models.decoder import Decoder
 from experiments.training.corpus import IGNORED
 
 
 def corrected(
     drafter: DFlashDrafter,
-    target: Decoder,
     logits: Tensor,
     hidden: Tensor,
     before: Tensor,
@@ -27,7 +25,7 @@ def corrected(
     if drafter.markov_head is not None:
         return logits + drafter.markov_head.bias(before, hidden)
     if drafter.gru_head is not None:
-        return logits + _of_gru(drafter.gru_head, drafter.embed(target, before), hidden)
+        return logits + _of_gru(drafter.gru_head, drafter.embed(before), hidden)
     if drafter.candidate_selector is not None:
         return _selected(drafter, logits, hidden, before, labels)
     return logits

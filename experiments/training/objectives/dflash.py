@@ -244,6 +244,7 @@ class BlockObjective(base.DrafterObjective):
     def __init__(self, drafter: DFlashDrafter, setting: base.Setting, blocks: settings.BlockSettings) -> None:
         self.shape, self.blocks = drafter.config, blocks
         super().__init__(drafter, setting, self.shape.num_drafts(self.shape.block_size))
+        drafter.bind(self.target)
         self.compares = blocks.token_share < 1 or drafter.confidence_head is not None
         self.causal = DenseMixer(self.target.config, self.length, self.device)
         self.table = rope_table(self.shape.decoder, self.length + self.shape.block_size, self.device)
@@ -268,12 +269,12 @@ class BlockObjective(base.DrafterObjective):
     def hidden(self, tokens: Tensor, anchors: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """`tokens [B, T]`, `anchors [B, A]` to final hidden states of the drafts, `[B, A, K, hidden]`."""
         mixer, first = BlockMixer(self.shape, *context, anchors, self.table), self.shape.first_slot
-        blocks = self.model.embed_block(self.target, tokens.gather(1, anchors), self.shape.block_size)
+        blocks = self.model.embed_block(tokens.gather(1, anchors), self.shape.block_size)
         return self.model(blocks, mixer)[:, :, first : first + self.draft_len]
 
     def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
         """`hidden [..., K, hidden]` of drafts that each follow the token `before [..., K]` to `[..., K, V]`."""
-        return corrected(self.model, self.target, self.model.logits(self.target, hidden), hidden, before)
+        return corrected(self.model, self.model.logits(hidden), hidden, before)
 
     def _shares(self, progress: float) -> tuple[float, float]:
         """Weights c and d of the cross entropies after and before the head's correction."""
@@ -298,8 +299,8 @@ class BlockObjective(base.DrafterObjective):
         return F.binary_cross_entropy_with_logits(head.logits(hidden, e), accepted, reduction="none")
 
     def _losses(self, progress: float, hidden: Tensor, before: Tensor, labels: Tensor, *target: Tensor) -> Tensor:
-        plain = self.model.logits(self.target, hidden)
-        logits = corrected(self.model, self.target, plain, hidden, before, labels).float()
+        plain = self.model.logits(hidden)
+        logits = corrected(self.model, plain, hidden, before, labels).float()
         after_head, before_head = self._shares(progress)
         entropies = cross_entropies(logits, labels)
         losses = after_head * entropies

@@ -16,8 +16,8 @@ import torch
 
 from algorithms.attention.backends.flash_attention_4 import FlashAttention4
 from algorithms.attention.backends.flashinfer import FlashInferBackend
+from algorithms.attention.backends.packages import add_sinks, merge_states
 from algorithms.attention.backends.protocol import BackendError
-from algorithms.attention.backends.states import add_sinks, merge_states
 from specdec_kernels.attention import AttentionShape, paged_attention_with_lse, visible_keys
 from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.cases import Maker

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from algorithms.algorithm import Batch, Resources
+from algorithms.attention.backends import backends
 from algorithms.attention.backends.protocol import BackendError
-from algorithms.attention.backends.selection import backends
 from algorithms.attention.cache import KVCache
-from algorithms.attention.paged_attention import PagedMixer
+from algorithms.attention.paged_attention import PagedMemory
 from algorithms.models.decoder import Decoder
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import Target
@@ -88,14 +88,13 @@ def dense(target: Target, tokens: Tensor) -> Tensor:
 def test_prefill_chain_and_tree_are_the_dense_forward(backend: str, impl: str, options: str) -> None:
     target = target_of(options)
     resources = resources_of(target, backend, impl)
-    cache = KVCache.allocate(target.config, resources)
+    memory = PagedMemory(KVCache.allocate(target.config, resources), resources)
     tokens = torch.randint(VOCAB, (2, PROMPT + len(PARENTS)), generator=torch.Generator().manual_seed(4))
     prompt, drafted = tokens[:, :PROMPT], tokens[:, PROMPT:]
 
     def forward(start: int, part: Tensor, **options: Any) -> Tensor:
         positions = options.pop("positions", start + torch.arange(part.shape[1]).repeat(2, 1))
-        mixer = PagedMixer.over(batch_at(start), positions, cache, resources, **options)
-        return target.model(part, mixer)[0]
+        return target.model(part, memory.over(batch_at(start), positions, **options))[0]
 
     chain = torch.cat([forward(0, prompt[:, :5], phase="prefill"), forward(5, prompt[:, 5:])], 1)
     torch.testing.assert_close(chain, dense(target, prompt), rtol=1e-4, atol=1e-4)
@@ -156,22 +155,18 @@ def test_a_drafter_with_windows_sees_each_path_as_a_text(topk: int, monkeypatch:
 def test_layers_of_one_window_share_a_plan() -> None:
     target = target_of("all")
     resources = resources_of(target)
-    mixer = PagedMixer.over(
-        batch_at(5), torch.arange(3).repeat(2, 1), KVCache.allocate(target.config, resources), resources
-    )
-    plans = mixer.groups[0].plans
+    memory = PagedMemory(KVCache.allocate(target.config, resources), resources)
+    plans = memory.over(batch_at(5), torch.arange(3).repeat(2, 1)).groups[0].plans
     windows = [plan.metadata.window for plan in plans]
     assert windows == [4, None, 4, 2] and plans[0] is plans[2]
 
 
 def test_a_backend_without_windows_over_trees_refuses_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    from algorithms.attention.backends.selection import check_calls
-
     fake_packages.install(monkeypatch)
     kind = backends()["fa4"]
     package = kind(kind.Config(dispatch="flash_attention_4"), "reference")
     arguments = (dict(decode="chain", verify="tree"), 16, torch.bfloat16, torch.device("cpu"))
-    check_calls(package, replace(CONFIG, head_dim=64), *arguments)
+    package.check(replace(CONFIG, head_dim=64), *arguments)
     windowed = replace(CONFIG, head_dim=64, sliding_windows=(None, 4, 4, 4))
     with pytest.raises(BackendError, match="verify of the target here: a window over a tree goes by depth"):
-        check_calls(package, windowed, *arguments)
+        package.check(windowed, *arguments)

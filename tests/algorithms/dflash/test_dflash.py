@@ -42,7 +42,8 @@ def batch_of(algorithm: DFlash, needs_path_probs: bool = False) -> Batch:
     state.lengths.copy_(torch.tensor([9, 6]))
     state.last_tokens.copy_(torch.tensor([3, 8]))
     state.active.fill_(1)
-    algorithm._cache.kv.copy_(torch.randn(algorithm._cache.kv.shape, generator=generator))
+    kv = algorithm._memory.cache.kv
+    kv.copy_(torch.randn(kv.shape, generator=generator))
     return state.batch(0, 2, 16)
 
 

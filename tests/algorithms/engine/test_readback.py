@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.engine.request import Draft
-from algorithms.engine.transfers import Readback, SlotResult, StepResult
+from algorithms.engine.request import Draft, SlotResult
+from algorithms.engine.transfers import Readback, StepResult
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def test_a_row_is_read_up_to_its_bonus_token() -> None:
         [7, 8, -1, *bits(-0.5, -0.25, 0.0), 1, 1, 2, 0, *likeliest],
         [9, -1, -1, *bits(-4.0, 0.0, 0.0), 0, 0, 1, 1, *likeliest],
     ]
-    result = StepResult.of_table(np.array(rows), num_top=2)
+    result = StepResult.of_table(np.array(rows), {"top": 12})
     top = [[(11, -0.5), (12, -1.5)], [(13, -0.25), (14, -2.5)]]
     assert result.of(0) == SlotResult([7, 8], [-0.5, -0.25], True, 2, False, top)
     assert result.of(1) == SlotResult([9], [-4.0], False, 1, True, top[:1])
@@ -34,10 +34,10 @@ def test_evidence_comes_last() -> None:
     """Accepted nodes, and path probabilities where the drafter gives them."""
     table = [7, 8, *bits(-0.5, -0.25), 1, 1, 1, 0]
     nodes, probs = [0, 2], bits(1.0, 0.5, 0.25)
-    both = StepResult.of_table(np.array([[*table, *nodes, *probs]]), num_evidence=5)
+    both = StepResult.of_table(np.array([[*table, *nodes, *probs]]), {"path": 2, "path_probs": 3})
     assert both.path is not None and both.path_probs is not None and both.of(0).tokens == [7, 8]
     assert (both.path.tolist(), both.path_probs.tolist()) == ([nodes], [[1.0, 0.5, 0.25]])
-    alone = StepResult.of_table(np.array([[*table, *nodes]]), num_evidence=2)
+    alone = StepResult.of_table(np.array([[*table, *nodes]]), {"path": 2})
     assert alone.path is not None and alone.path.tolist() == [nodes] and alone.path_probs is None
 
 
@@ -50,7 +50,7 @@ def test_drafts_come_with_their_place_in_the_tree() -> None:
         bits(0, -1, -2, 0, -3, float("-inf")),
         bits(1, 0.5, 0.5, 0, -1, 0),
     ]
-    result = StepResult.of_table(np.array([[*table, *(entry for row in nodes for entry in row)]]), num_drafts=24)
+    result = StepResult.of_table(np.array([[*table, *(entry for row in nodes for entry in row)]]), {"drafts": 24})
     assert result.drafts_of(0) == [
         Draft(7, -1, False, -1.0, 0.5),
         Draft(8, -1, True, -2.0, 0.5),
@@ -66,11 +66,12 @@ def test_results_come_in_order_and_as_late_as_asked(behind: int, num_top: int) -
     """Every result has a buffer of its own while it is in flight."""
     depth, rows, steps = 2, 3, 8
     width = 2 * (depth + 1) * (1 + num_top) + 4
-    readback: Readback[int] = Readback(behind, rows * width, CPU, num_top)
+    readback: Readback[int] = Readback(behind, rows * width, CPU)
+    widths = {"top": 2 * (depth + 1) * num_top} if num_top else {}
     read: list[tuple[int, int]] = []
     table = torch.empty(rows, width, dtype=torch.int64)
     for step in range(steps):
-        readback.push(table.fill_(step), step)
+        readback.push(table.fill_(step), widths, step)
         assert [tag for _, tag in readback.in_flight()] == list(range(max(0, step - behind), step + 1))
         read += [(tag, result.tokens[-1][0]) for result, tag in readback.due()]
         assert readback.num_pending == min(behind, step + 1) and len(read) == max(0, step + 1 - behind)
@@ -80,6 +81,6 @@ def test_results_come_in_order_and_as_late_as_asked(behind: int, num_top: int) -
 
 def test_what_is_dropped_is_not_read() -> None:
     readback: Readback[int] = Readback(1, 6, CPU)
-    readback.push(torch.zeros(1, 6, dtype=torch.int64), 0)
+    readback.push(torch.zeros(1, 6, dtype=torch.int64), {}, 0)
     readback.drop()
     assert readback.num_pending == 0 and list(readback.due(all_of_them=True)) == []

@@ -7,13 +7,18 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from algorithms.engine.request import Completion, EngineError, Request
+from algorithms.engine.request import Completion, EngineError, Request, SlotResult
 from algorithms.engine.scheduler import ABORTED, Running, Scheduler, SlotMove
 from algorithms.step.sampling_params import SamplingParams
 from tests.algorithms.toy import spell
 
 STOP = 9
 OVERSHOOT = 3
+
+
+def result(tokens: list[int]) -> SlotResult:
+    """Of a step that emitted `tokens`."""
+    return SlotResult(tokens, [0.0] * len(tokens), True, len(tokens) - 1, False, [])
 
 
 def request(number: int, prompt: int = 5, new_tokens: int = 4, **sampling: object) -> Request:
@@ -106,7 +111,7 @@ class Traffic(RuleBasedStateMachine):
         running = self.scheduler.running[data.draw(st.integers(0, len(self.scheduler.running) - 1))]
         before = len(running.completion.token_ids)
         self.now_ms += 1
-        move = self.scheduler.advance(running, emitted, [0.0] * len(emitted), self.now_ms)
+        move = self.scheduler.advance(running, result(emitted), self.now_ms)
         completion, limit = running.completion, running.request.sampling.max_new_tokens
         kept = completion.token_ids[before:]
         assert kept == emitted[: len(kept)] and len(kept) + completion.num_truncated == len(emitted)
@@ -198,7 +203,7 @@ class Traffic(RuleBasedStateMachine):
             assert self.scheduler.running or sum(self.prefilled.values()) > before, "a request starves"
             while self.scheduler.running:
                 running = self.scheduler.running[0]
-                self.follow(self.scheduler.advance(running, [1], [0.0], self.now_ms), running)
+                self.follow(self.scheduler.advance(running, result([1]), self.now_ms), running)
         assert self.scheduler.num_free_pages == self.num_pages
 
 
@@ -222,16 +227,16 @@ def test_the_clock_of_a_request_starts_when_there_is_a_row() -> None:
     scheduler.start(10.0)
     (piece,) = scheduler.admit(11.0, 8, 4, ahead=True)
     assert scheduler.start(11.0) == [] and piece.running.slot == 1 and scheduler.admit(12.0, 8, 4, ahead=True) == []
-    assert scheduler.advance(scheduler.running[0], [STOP], [0.0], 20.0) == SlotMove(1, 0)
+    assert scheduler.advance(scheduler.running[0], result([STOP]), 20.0) == SlotMove(1, 0)
     assert list(scheduler.running) == [piece.running] and (piece.running.slot, piece.running.admitted_ms) == (0, 20.0)
 
 
 def test_what_lies_past_the_end_is_counted() -> None:
     scheduler, running = one(request(0))
     completion = running.completion
-    assert scheduler.advance(running, [1, 2], [0.0, 0.0], 12.0) is None
+    assert scheduler.advance(running, result([1, 2]), 12.0) is None
     assert (completion.finish_reason, completion.num_truncated, completion.ttft_ms) == ("", 0, 2.0)
-    assert scheduler.advance(running, [STOP, 3, 3], [0.0] * 3, 15.0) == SlotMove(0, 0)
+    assert scheduler.advance(running, result([STOP, 3, 3]), 15.0) == SlotMove(0, 0)
     assert (completion.token_ids, completion.finish_reason, completion.num_truncated) == ([1, 2, 9], "stop_token", 2)
     assert completion.accepted_counts == [1, 2] and completion.emitted_at_ms == [2.0, 5.0]
     assert (completion.text, completion.ttft_ms, completion.total_ms) == (spell([1, 2]), 2.0, 5.0)
@@ -253,7 +258,7 @@ def test_what_lies_past_the_end_is_counted() -> None:
 def test_endings(sampling: dict, tokens: list[int], reason: str, text: str) -> None:
     """A stop string may begin in one token and end in the next; the first of several counts."""
     scheduler, running = one(request(0, **sampling))
-    scheduler.advance(running, [1, 2, 3, 4, 5], [0.0] * 5, 11.0)
+    scheduler.advance(running, result([1, 2, 3, 4, 5]), 11.0)
     completion: Completion = running.completion
     assert (completion.token_ids, completion.finish_reason, completion.text) == (tokens, reason, text)
 
@@ -265,7 +270,7 @@ def test_stop_strings_may_span_any_number_of_tokens_and_steps(width: int) -> Non
     scheduler, running = one(request(0, new_tokens=13, stop_strings=(spell([1, 2, 3, 4, 5, 6, 7]),)))
     for start in range(0, len(tokens), width):
         step = tokens[start : start + width]
-        if scheduler.advance(running, step, [0.0] * len(step), 1.0) is not None:
+        if scheduler.advance(running, result(step), 1.0) is not None:
             break
     completion = running.completion
     assert (completion.finish_reason, completion.text) == ("stop_string", spell([3, 1, 4, 1, 5]))
@@ -280,7 +285,9 @@ def test_tokens_of_no_probability_are_not_reported() -> None:
     scheduler.start(0.0)
     (running,) = scheduler.running
     top = [[(3, -0.5), (4, -1.0), (5, -2.0)], [(6, 0.0), (7, float("-inf"))], [(8, 0.0)]]
-    assert scheduler.advance(running, [3, 6, 8], [-0.5, 0.0, -0.1], 7.0, top) == SlotMove(0, 0)
+    assert scheduler.advance(running, SlotResult([3, 6, 8], [-0.5, 0.0, -0.1], True, 2, False, top), 7.0) == SlotMove(
+        0, 0
+    )
     completion = running.completion
     assert (completion.token_ids, completion.finish_reason, completion.num_truncated) == ([3, 6], "length", 1)
     assert completion.logprobs == [-0.5, 0.0]

@@ -14,7 +14,7 @@ from torch import nn
 from algorithms.models.config import DecoderConfig
 from algorithms.models.decoder import Decoder
 from algorithms.models.dense_mixer import DenseMixer
-from algorithms.models.layers import SwiGLU
+from algorithms.models.layers import RMSNorm, SwiGLU
 from algorithms.models.loading import load_target, read_target
 from algorithms.models.loading.stored import stored_tensors
 from algorithms.models.loading.target import check_weight_dtype
@@ -292,8 +292,9 @@ def test_a_bias_is_not_scaled() -> None:
     torch.testing.assert_close(linear(x), expected)
     linear.impl = "triton"
     torch.testing.assert_close(linear(x), expected)
-    normed = linear.add_rms_norm(x, torch.ones(2, 5), torch.ones(5), 1e-6)
-    torch.testing.assert_close(normed.residual, expected + 1)
+    norm = RMSNorm(5, 1e-6)
+    norm.impl = "triton"
+    torch.testing.assert_close(norm.after(linear, x, torch.ones(2, 5)).residual, expected + 1)
 
 
 def test_config_round_trip(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from algorithms.engine.transfers import Staging
-from algorithms.step.batch import BatchState, SlotStore, number_fields, write_numbers
+from algorithms.step.batch import ACTIVE, BatchState, SlotStore, number_fields, write_numbers
 from algorithms.step.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -26,7 +26,8 @@ def enter(state: BatchState, row: int) -> None:
     """Put a request that says its row everywhere into `row`."""
     staging = Staging(number_fields(1) | {"pages": ((1, PAGES), torch.int32)}, CPU)
     arrays = staging.arrays()
-    write_numbers(arrays, 0, SAMPLED, length=row + 1, last=row + 2, active=True)
+    write_numbers(arrays, 0, SAMPLED, length=row + 1, last=row + 2)
+    arrays["words"][ACTIVE] = 1
     arrays["pages"].fill(row + 3)
     staging.send()
     state.enter(torch.tensor([row]), staging.tensors)

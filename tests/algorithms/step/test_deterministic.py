@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from algorithms.algorithm import Resources
+from algorithms.attention.backends import backends
 from algorithms.attention.backends.protocol import BackendError
-from algorithms.attention.backends.selection import backends
 from algorithms.attention.cache import KVCache
 from algorithms.attention.memory import PagedMemory
 from algorithms.attention.paged_attention import split_rows

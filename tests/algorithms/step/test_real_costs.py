@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from algorithms.step import adaptive
-from algorithms.step.adaptive import LARGEST_RATIO, LARGEST_WEIGHT, SHARE_EVERY, RealCosts, Sizing, StepCosts
+from algorithms.step.adaptive import LARGEST_RATIO, LARGEST_WEIGHT, SHARE_EVERY, RealCosts, Sizing
 
 EXPERTS, TOPK, NODES = 128, 8, 16
 SAMPLES, STEPS = 300, 1200
@@ -64,7 +64,7 @@ def _to_best(routing: str, acceptance: float, learns: bool, requests: int, seed:
     each size, so that only the choice varies; the policy sees random ones."""
     random, sizing, clock = np.random.default_rng(seed), Sizing(NODES, (requests,)), spent_ms(routing, requests)
     timed = clock if routing == "dense" else spent_ms("uniform", requests)
-    sizing.set_costs(StepCosts({(requests, nodes): float(np.median(times)) for nodes, times in timed.items()}))
+    sizing.set_costs(lambda _, nodes: float(np.median(timed[nodes])))
     expected = {nodes: (1 - acceptance**nodes) / (1 - acceptance) for nodes in sizing.nodes}
     written = spent = 0.0
     for number in range(1, STEPS + 1):
@@ -90,7 +90,7 @@ def test_the_cost_of_a_smaller_size_becomes_known() -> None:
     own steps alone can tell."""
     sizing, random = Sizing(NODES, (1,)), np.random.default_rng(1)
     timed = dict(zip(sizing.nodes, (1.0, 1.1, 1.2, 1.6, 1.7), strict=True))
-    sizing.set_costs(StepCosts({(1, nodes): ms for nodes, ms in timed.items()}))
+    sizing.set_costs(lambda _, nodes: timed[nodes])
     for number in range(1, 101):
         nodes = sizing.next(1)
         accepted = min(random.geometric(0.1), nodes) - 1
@@ -142,7 +142,7 @@ def test_ranks_choose_by_rank_0s_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive, "parallel", lambda: True)
     monkeypatch.setattr(adaptive, "from_rank_0", lambda tensors: [2 * tensor for tensor in tensors])
     sizing = Sizing(2, (1, 2))
-    sizing.set_costs(StepCosts({(1, 1): 1.0, (1, 2): 2.0}))
+    sizing.set_costs(lambda _, nodes: float(nodes))
     result: Any = SimpleNamespace(figures=[[0]], path=None, path_probs=None)
     for number in range(1, SHARE_EVERY):
         sizing.update(result, number, 2, 3.0)

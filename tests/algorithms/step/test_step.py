@@ -107,7 +107,7 @@ def test_one_node_is_decoded_and_more_are_verified(
 ) -> None:
     """By (mode, phase), with the mask and depths of a tree, and its paths where bits must be the same."""
     planned: list[Any] = []
-    monkeypatch.setattr(memory, "PagedMixer", SimpleNamespace(over=lambda *given, **how: planned.append((given, how))))
+    monkeypatch.setattr(memory.PagedMemory, "over", lambda *given, **how: planned.append((given, how)))
     step = step_of(Drafter(chain, sampled_tree(chain, False)), nodes)
     step._parts.resources.deterministic = deterministic  # type: ignore[misc]
     cache: Any = SimpleNamespace(kv=None, config=SimpleNamespace(sliding_windows=()))
@@ -116,11 +116,12 @@ def test_one_node_is_decoded_and_more_are_verified(
     step._nodes()
     ((given, how),) = planned
     links = step.tree.links
-    assert given == (step._batch, links.positions, cache, step._parts.resources)
+    assert given == (step._parts.memory, step._batch, links.positions)
     mode, phase, tree, paths = plan
-    assert (how["mode"], how["phase"]) == (mode, phase)
-    assert (how["mask"] is links.mask, how["depths"] is links.depth) == (tree, tree)
-    assert (how["paths"] is not None) == paths and (not paths or how["paths"].shape == (2, 2, step._depth + 1))
+    assert (how.get("mode", "chain"), how["phase"]) == (mode, phase)
+    assert (how.get("mask") is links.mask, how.get("depths") is links.depth) == (tree, tree)
+    nodes_of_paths = how.get("paths")
+    assert (nodes_of_paths is not None) == paths and (not paths or nodes_of_paths.shape == (2, 2, step._depth + 1))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,9 @@ def test_the_table_has_what_draft_lengths_are_learnt_from(
     step.tree = tree if probs else replace(tree, path_probs=None)
     step.accepted = SimpleNamespace(nodes=torch.tensor([[0, 2, -1], [0, 1, 4]], dtype=torch.int32))  # type: ignore[assignment]
     found = step._evidence()
-    assert sum(part.shape[1] for part in found) == width
+    assert sum(part.shape[1] for part in found.values()) == width
     if width > 3:
-        assert found[0].tolist() == [[0, 2, -1], [0, 1, 4]]
-        assert tree.path_probs is not None and torch.equal(found[1].int().view(torch.float32), tree.path_probs)
+        assert found["path"].tolist() == [[0, 2, -1], [0, 1, 4]]
+        assert tree.path_probs is not None and torch.equal(
+            found["path_probs"].int().view(torch.float32), tree.path_probs
+        )
