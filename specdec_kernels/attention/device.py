@@ -455,6 +455,21 @@ def fold_part(acc, top, total, part, lse):
 
 
 @triton.jit
+def fold_parts(acc, top, total, parts, lses):
+    """As `fold_part`, of several at once and in fewer instructions. The bits depend on which ones are together."""
+    new_top = top
+    for place in tl.static_range(len(lses)):
+        new_top = tl.maximum(new_top, lses[place])
+    decay = tl.exp2(top - finite_or_zero(new_top))
+    acc, total = acc * decay[:, None], total * decay
+    for place in tl.static_range(len(lses)):
+        weight = tl.exp2(lses[place] - finite_or_zero(new_top))
+        acc = tl.fma(parts[place].to(tl.float32), weight[:, None], acc)
+        total += weight
+    return acc, new_top, total
+
+
+@triton.jit
 def fold_sink(acc, top, total, sink):
     """Add a key of score `sink` (base 2) without a value to the sums of `softmax_step`."""
     new_top = tl.maximum(top, sink)

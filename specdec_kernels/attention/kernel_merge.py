@@ -19,6 +19,7 @@ from specdec_kernels.attention.device import (
     LOG2_E,
     Splits,
     fold_part,
+    fold_parts,
     fold_sink,
     inverse_or_zero,
     key_end,
@@ -96,8 +97,11 @@ def _merge_kernel(
             parts += (tl.load(part_ptr + here, mask=stored & (first + step < live), other=0.0),)
             present = row_used & (first + step < live)
             lses += (tl.load(part_lse_ptr + part_rows + step * all_rows, mask=present, other=float("-inf")),)
-        for step in tl.static_range(UNROLL):
-            acc, top, total = fold_part(acc, top, total, parts[step].to(tl.float32), lses[step])
+        if FIXED:  # the bits of `kernel_tree` and of one part after the other
+            for step in tl.static_range(UNROLL):
+                acc, top, total = fold_part(acc, top, total, parts[step].to(tl.float32), lses[step])
+        else:
+            acc, top, total = fold_parts(acc, top, total, parts, lses)
         part_rows += UNROLL * all_rows
 
     valid = rows < all_rows

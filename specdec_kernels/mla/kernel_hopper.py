@@ -98,11 +98,12 @@ class Shared(NamedTuple):
     latents: Any  # [2 tiles x 8 panels x copies, COPY, 64]
     ropes: Any  # [2 tiles x copies, COPY, 64]: rotated keys of a tile, then its weights
     tops: Any  # [2, 64]: maxima of the rows up to a tile
+    totals: Any  # [2, 64]: sums of the weights of a group
     full: Any  # [8] pieces are there
     empty: Any  # [4] halves of the tiles may be copied anew
     loaded: Any  # [1] queries are there
     weights: Any  # [2] a tile's weights and maxima are there
-    done: Any  # [4] of the groups, twice, after the last tile
+    done: Any  # [2] a group's totals are there
 
 
 @gluon.jit
@@ -284,13 +285,11 @@ def _attend(call, shared, HEADS: gl.constexpr, MODE: gl.constexpr, WORDS: gl.con
 
 @gluon.jit
 def _exchanged(shared, values, G: gl.constexpr):
-    """The other group's values [64], for which it has no more use of the maxima."""
+    """The other group's values [64]."""
+    shared.totals.index(G).store(values)
     arrive(shared.done.index(G))
     mbarrier.wait(shared.done.index(1 - G), 0)
-    shared.tops.index(G).store(values)
-    arrive(shared.done.index(2 + G))
-    mbarrier.wait(shared.done.index(3 - G), 0)
-    return shared.tops.index(1 - G).load(values.type.layout)
+    return shared.totals.index(1 - G).load(values.type.layout)
 
 
 @gluon.jit
@@ -332,10 +331,10 @@ def _places(call, LINES: gl.constexpr, HEADS: gl.constexpr, SPLIT: gl.constexpr)
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def _barriers(COUNT: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(index), count=ARRIVALS)
+        mbarrier.init(barriers.index(index), count=1)
     return barriers
 
 
@@ -348,11 +347,12 @@ def _allocate(dtype: gl.constexpr, COPY: gl.constexpr):
         gl.allocate_shared_memory(dtype, [16 * COPIES, COPY, _PANEL], _LAYOUT),
         gl.allocate_shared_memory(dtype, [2 * COPIES, COPY, _PANEL], _LAYOUT),
         gl.allocate_shared_memory(gl.float32, [2, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
-        _barriers(8, 1),
-        _barriers(4, 1),
-        _barriers(1, 1),
-        _barriers(2, 1),
-        _barriers(4, 1),
+        gl.allocate_shared_memory(gl.float32, [2, _ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+        _barriers(8),
+        _barriers(4),
+        _barriers(1),
+        _barriers(2),
+        _barriers(2),
     )
     fence_async_shared()
     tl.debug_barrier()
@@ -396,18 +396,17 @@ def _mla_hopper_kernel(
     COMPUTING: gl.constexpr,
     COPYING: gl.constexpr,
 ):
-    shared = _allocate(cache.dtype, COPY)
-    # The predecessor may have written every input, the lengths included, so nothing is loaded before the wait.
+    # The predecessor may have written every input, the lengths included, so nothing is loaded before the wait. A
+    # program takes all registers of a processor, so it begins when the predecessor has ended there: barriers are made
+    # and queries asked for while the length is on its way.
     tl.extra.cuda.gdc_wait()
-    num_tiles = (num_nodes * HEADS + _ROWS - 1) // _ROWS
-    tile = gl.program_id(0) % num_tiles
-    split = gl.program_id(0) // num_tiles % num_splits
-    request = (gl.program_id(0) // num_tiles // num_splits).to(gl.int64)
+    tile, split, request = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(gl.int64)
     first_row = request * num_nodes * HEADS
+    length = gl.load(lengths_ptr + request).to(gl.int32)
+    shared = _allocate(cache.dtype, COPY)
     _copy_queries(q_latent, q_rope, shared, (first_row + tile * _ROWS).to(gl.int32))
     splits = Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
-    begin, split_end, live = split_range(lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED)
-    length = gl.load(lengths_ptr + request).to(gl.int32)
+    begin, split_end, _ = split_range(lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED)
     used = used_rows(q_lens_ptr, request, num_nodes)
     end = key_end(length, used, num_slots, max_length, ALL_SLOTS)
     stop, free_end = tile_key_range(
@@ -420,7 +419,9 @@ def _mla_hopper_kernel(
     if mask_ptr is not None:
         mask_row = mask_ptr + request * num_nodes * WORDS
     # A split of rows that see none of its keys still writes its empty result.
-    tiles = gl.where(split < live, (gl.maximum(stop - begin, 1) + _KEYS - 1) // _KEYS, 0)
+    tiles = (gl.maximum(stop - begin, 1) + _KEYS - 1) // _KEYS
+    if SPLIT:
+        tiles = gl.where(begin < split_end, tiles, 0)
     call = Call(
         cache, table_ptr + request * table_stride, mask_row, out_ptr, lse_ptr, score_scale, first_row, tile, split,
         num_splits, num_nodes, begin, stop, free_end, tiles, length, used,
@@ -448,7 +449,7 @@ def launch_warp_specialized(call: MlaCall, work: WorkShape, out: Tensor, lse: Te
     copy = _KEYS.value if cache.shape[1] % _KEYS.value == 0 else _SHORT_COPY
     launch(
         _mla_hopper_kernel,
-        (work.programs(1, False, 0),),
+        (work.row_tiles, work.num_splits, work.batch),
         *(_descriptor(q_latent, _ROWS.value), _descriptor(q_rope, _ROWS.value), _descriptor(cache, copy)),
         *(metadata.page_table, metadata.lengths, metadata.q_lens),
         *(metadata.mask, out, lse),
