@@ -75,6 +75,7 @@ KEYS = [
     wrong("data.limt=3", "unknown key 'data.limt'", "data.limit=…"),
     wrong("+sampling.temprature=1", "unknown key 'sampling.temprature'", "sampling.temperature=…"),
     wrong("algo=eagle algo.step=3", "unknown key 'algo.step'", "algo.steps=…", "keys of algo: algo.name"),
+    wrong("algo=mixed algo.second.steps=4", "unknown key 'algo.second.steps'", "'+algo.second.steps=4'"),
     wrong("algo=ngram algo.topk=3", "algo.topk=… (with algo=dflash)", "algo.num_nodes"),
     wrong("task.concurrency=[1]", "task.concurrency=… (with task=throughput)"),
     wrong("task=compare task.methods={x:{name:ngram}}", "task.methods.x", "'+task.methods={x:{name:ngram}}'"),
