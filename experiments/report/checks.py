@@ -55,16 +55,20 @@ def warnings(result: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
 
 def _output_warnings(result: Mapping[str, Any]) -> list[str]:
     found = []
-    first = result["acceptance_at"][0] if result.get("acceptance_at") else None
-    counts = result.get("acceptance")
-    few = counts is not None and counts["accepted"][0] + counts["rejected"][0] < FEW_FIRST_DRAFTS
-    if result.get("drafts_with_model", True) and first is not None and first < LOW_ACCEPTANCE and not few:
-        why = "the drafter is probably wired wrongly, or was trained for another target or other text"
-        found.append(f"only {first:.1%} of first drafts were accepted: {why}")
+    if result.get("drafts_with_model", True) and result.get("acceptance_at") and not _few_first_drafts(result):
+        first = result["acceptance_at"][0]
+        if first is not None and first < LOW_ACCEPTANCE:
+            why = "the drafter is probably wired wrongly, or was trained for another target or other text"
+            found.append(f"only {first:.1%} of first drafts were accepted: {why}")
     if unparsed := result.get("num_constrained", 0) - result.get("num_parsed", 0):
         outputs = f"{unparsed} of {result['num_constrained']} outputs are incomplete in their grammar"
         found.append(f"{outputs}; truncated by sampling.max_new_tokens: {result['num_cut']}")
     return found
+
+
+def _few_first_drafts(result: Mapping[str, Any]) -> bool:
+    counts = result.get("acceptance")
+    return counts is not None and counts["accepted"][0] + counts["rejected"][0] < FEW_FIRST_DRAFTS
 
 
 def _difference_warnings(result: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
