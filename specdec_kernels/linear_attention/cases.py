@@ -86,11 +86,13 @@ def inputs_of(
     strided: bool = False,
     steep: bool = False,
 ) -> dict[str, Any]:
-    """`strided`: the rows are parts of one projection. `steep`: softplus is its argument, or 0."""
+    """`strided`: rows are parts of projections. `steep`: softplus is its argument, or 0."""
     slots, width = batch + 3, channels_of(heads)
     links, _ = make_paths(make, kind, batch, nodes, make_slots(make, batch, slots))
     packed, weights = make.normal(len(links.parents), width + 2 * heads[1]), make_weights(make, heads, taps)
-    parts = packed.split([width, heads[1], heads[1]], 1)
+    parts = list(packed.split([width, heads[1], heads[1]], 1))
+    if strided:  # each of another width
+        parts[2] = make.normal(len(packed), width + 3 * heads[1])[:, : heads[1]]
     if steep:
         parts[2].mul_(30)
         weights.a_log.sub_(4)

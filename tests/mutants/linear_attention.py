@@ -20,6 +20,8 @@ MUTANTS = (
             "return {{tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0)))) -> "
             "tl.log(1.0 + tl.exp(tl.minimum(x, 20.0)))}}",
             _case("inputs_steep"), "a state decays no faster than with a step of 20"),
+    _kernel("delta_rows_of_one_stride", "a = tl.load(a_ptr + row * {{a_stride -> b_stride}} + value",
+            _case("inputs_prompt"), "decays are read at the stride of the write strengths"),
     _kernel("delta_difference_before_the_decay",
             "update = beta * (v - tl.sum({{state -> state / decay}} * k[:, None], 0))", _case("rule_chain"),
             "the value is compared with the state before its decay"),
