@@ -15,6 +15,10 @@ _case = partial(parity, "mla")
 MUTANTS = (
     _write("latent_store_past_the_cache", "kept = here & (slot >= 0){{ & (slot < num_slots) -> }}",
            _case("write_skipped"), "a slot past the cache is written"),
+    _write("latent_position_after_the_table",
+           "known = here & (position >= 0){{ & (position < max_pos) -> "
+           "\n    position = tl.minimum(position, max_pos - 1)}}",
+           _case("write_odd"), "a position after the table rotates as the last one"),
     _write("latent_neighbours_as_halves", "SECOND: tl.constexpr = {{1 if INTERLEAVED else HALF -> HALF}}",
            _case("write_interleaved"), "interleaved pairs are read as halves"),
     _write("latent_norm_over_the_whole_row", "tl.sum(latent * latent, 1) / {{L -> (L + 2 * HALF)}} + eps",
