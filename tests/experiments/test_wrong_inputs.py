@@ -128,7 +128,7 @@ METHODS = [
     wrong("algo=ngram algo.max_ngram=64", "algo.max_ngram"),
     wrong("algo=suffix algo.shared=false algo.corpus=run.py", "algo.corpus: expected algo.shared=true with it"),
     wrong("algo=standalone algo.rule=lossy", "algo.rule", "'lossy'"),
-    wrong("task=compare task.only=[nope]", "task.only: expected one of standalone", "'nope'"),
+    wrong("task=compare task.only=[nope]", "task.only: expected one of standalone", "'nope'", "+task.methods.LABEL"),
     wrong("task=compare task.data=[nope]", "task.data: expected one of arithmetic, code", "'nope'"),
     wrong("task=compare task.data=[]", "task.data: expected at least one value, got none"),
     wrong("task=compare +task.methods.mine={name:nope}", "task.methods.mine.name: expected one of", "'nope'"),
