@@ -59,7 +59,9 @@ def load_algorithm(name: str | Any, target: Target, draft: str | Path | None = N
     """
     kinds = available()
     config = configured(kinds, "algorithm", name, settings)
-    return kinds[config.name](config, target, None if draft is None else str(draft))
+    algorithm = kinds[config.name](config, target, None if draft is None else str(draft))
+    algorithm.loaded_for = target
+    return algorithm
 
 
 def load_backend(name: str | Any = "fa4", impl: str = "auto", deterministic: bool = False, **settings: Any) -> Backend:
@@ -120,6 +122,8 @@ def generate(
     settings = RuntimeSettings(**{"max_length": longest, **runtime})
     if isinstance(algorithm, str):
         algorithm = load_algorithm(algorithm, target)
+    if algorithm.needs_draft_model and algorithm.loaded_for not in (None, target):
+        raise ValueError(f"algorithm: {algorithm.name} was loaded for another target; load it for this one")
     if isinstance(backend, str):
         backend = load_backend(backend, settings.impl, settings.deterministic)
     grammars = None

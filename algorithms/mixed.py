@@ -49,7 +49,7 @@ class Wrapper(Algorithm):
         asking = [name for name in asked if name is not None]
         if len(asking) > 1:
             both = " and ".join(asking)
-            raise ValueError(f"algo={cls.name}: {both} both need a drafter: give one as algo.second.draft_path")
+            raise ValueError(f"algo={cls.name}: {both} both need a drafter: give one as +algo.second.draft_path=FOLDER")
         return asking[0] if asking else None
 
     @classmethod

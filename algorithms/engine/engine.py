@@ -35,6 +35,7 @@ from algorithms.step.prefill_batch import PASS_ROWS, PrefillBatch, tile_counts
 from algorithms.step.runner import Capture, StepRunner, buckets
 from algorithms.step.sampling_params import SamplingNeeds
 from specdec_kernels import CHUNK
+from specdec_kernels.launch import use_triton
 
 _MATRIX_ROWS = 64  # rows that fill a tile of the matrix unit
 _LONG_REQUEST = 8192
@@ -331,6 +332,11 @@ def check_backend(backend: Backend, target: Target, algorithm: Algorithm, settin
     """Raise EngineError or ValueError where the backend cannot serve the target."""
     if settings.deterministic and not backend.deterministic:
         raise EngineError(f"deterministic: expected a backend built with deterministic, got backend={backend.name}")
+    if settings.deterministic and not use_triton(settings.impl, target.model.model.embed_tokens.weight):
+        raise EngineError(
+            "deterministic: expected a GPU, or TRITON_INTERPRET=1 set before Triton is imported; otherwise the "
+            f"definitions in torch run on {target.device}, whose bits depend on the batch"
+        )
     verify = "decode" if algorithm.num_nodes == 1 else "verify"
     modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
     if settings.adaptive:

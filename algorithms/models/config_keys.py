@@ -27,6 +27,14 @@ def read_sizes(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, 
     return {field: read_size(key, required(config, key)) for field, key in keys.items()}
 
 
+def expect_only(config: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
+    """ValueError where `config` has a value for a key that is none of those supported."""
+    for key, values in supported.items():
+        if config.get(key) is not None and config[key] not in values:
+            expected = " or ".join(map(repr, values))
+            raise ValueError(f"{key} {config[key]!r} is not supported, expected {expected}")
+
+
 def write_fields(held: object, keys: Mapping[str, str]) -> dict[str, Any]:
     """The fields of `held` by key; `keys` maps fields to keys."""
     return {key: getattr(held, field) for field, key in keys.items()}
@@ -34,8 +42,8 @@ def write_fields(held: object, keys: Mapping[str, str]) -> dict[str, Any]:
 
 def check_layer_kinds(key: str, kinds: Sequence[str], known: Collection[str], num_layers: int) -> None:
     """Raise ValueError unless every layer has one of the `known` kinds."""
-    if len(kinds) != num_layers:
-        raise ValueError(f"{key}: expected {num_layers} of {list(known)}, got {list(kinds)}")
+    if isinstance(kinds, str) or len(kinds) != num_layers:
+        raise ValueError(f"{key}: expected {num_layers} of {list(known)}, got {kinds!r}")
     if unknown := sorted(set(kinds) - set(known)):
         raise ValueError(f"{key} {unknown} are not supported, expected {list(known)}")
 

@@ -158,7 +158,7 @@ def explain(error: Exception, config_name: str | None = None) -> str:
         keys = [key for key, _ in every_key(cause.parent_node._get_root()) if not key.startswith("hydra")]
         message = unknown_key_message(str(cause.full_key), keys, option_keys() if config_name == MAIN_CONFIG else {})
         addition = re.search(r"use (\+\S.*)", str(error))
-        if addition and cause.object_type is dict and "did you mean" not in message:
+        if addition and cause.object_type is dict:
             message += f"\nto add it to what is there: '{addition[1]}'"
         return message
     lines = dict.fromkeys(line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines())

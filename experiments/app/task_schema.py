@@ -113,8 +113,8 @@ class MethodsTask(TaskConfig):
         if not self.methods:
             raise ValueError("task.methods is empty: give at least one, such as +task.methods.mine.name=dflash")
         found = methods_by_label(self.methods)
-        for label in self.only:
-            expect_choice("task.only", label, tuple(found))
+        if unknown := [label for label in self.only if label not in found]:
+            raise ValueError(f"task.only: expected one of {', '.join(found)}, got {unknown[0]!r}\n{METHODS_HINT}")
         return {label: method for label, method in found.items() if label in self.only or not self.only}
 
     def methods_of(self, config: RunConfig) -> dict[str, Any]:

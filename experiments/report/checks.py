@@ -9,6 +9,7 @@ from experiments.report.metrics import num_faults
 
 Labelled = Sequence[tuple[str, Mapping[str, Any]]]  # results with what a warning calls them
 LOW_ACCEPTANCE = 0.05
+FEW_FIRST_DRAFTS = 20  # of so few a share says nothing
 LARGEST_SPREAD = 0.2
 MOST_NAMED = 10  # results that one warning names
 NOT_A_GPU = {
@@ -53,14 +54,18 @@ def warnings(result: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:
 
 
 def _output_warnings(result: Mapping[str, Any]) -> Iterator[str]:
-    first = result["acceptance_at"][0] if result.get("acceptance_at") else None
+    first = result["acceptance_at"][0] if result.get("acceptance_at") and not _few_first_drafts(result) else None
     if result.get("drafts_with_model", True) and first is not None and first < LOW_ACCEPTANCE:
-        why = "the drafter is probably wired wrongly, or was trained for another target"
+        why = "the drafter is probably wired wrongly, or was trained for another target or other text"
         yield f"only {first:.1%} of first drafts were accepted: {why}"
     if unparsed := result.get("num_constrained", 0) - result.get("num_parsed", 0):
-        outputs = f"{unparsed} of {result['num_constrained']} outputs"
-        cut = f"truncated by sampling.max_new_tokens: {result['num_cut']}"
-        yield f"no complete output of the grammar: {outputs}; {cut}"
+        outputs = f"{unparsed} of {result['num_constrained']} outputs are incomplete in their grammar"
+        yield f"{outputs}; truncated by sampling.max_new_tokens: {result['num_cut']}"
+
+
+def _few_first_drafts(result: Mapping[str, Any]) -> bool:
+    counts = result.get("acceptance")
+    return counts is not None and counts["accepted"][0] + counts["rejected"][0] < FEW_FIRST_DRAFTS
 
 
 def _difference_warnings(result: Mapping[str, Any], dtype: str, exact: bool) -> list[str]:

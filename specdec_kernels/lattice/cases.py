@@ -25,18 +25,21 @@ def make_lattice(
     levels: int = 0,
 ) -> Lattice:
     """Distinct ids in falling order of their logits, as `draft_topk` gives them. `counts`: requests draft 0 to D
-    positions; `mapped`: target ids are 7 i + 3; `levels`: logits are whole numbers below it, in no order, so that
-    values tie."""
+    positions, and the last one has a count above D; `mapped`: target ids are 7 i + 3; `levels`: logits are whole
+    numbers below it, in no order, so that values tie."""
     draws = torch.rand(batch, depth, vocab, generator=make.generator)
     tokens = draws.argsort(-1)[..., :candidates].contiguous().to(make.device)
     logits = make.normal(batch, depth, candidates, scale=scale).sort(-1, descending=True).values
     if levels:
         logits = make.integers(0, levels, batch, depth, candidates).to(make.dtype)
+    drafted = make.integers(0, depth + 1, batch, dtype=torch.int32) if counts else None
+    if drafted is not None:
+        drafted[-1] = depth + 2
     return Lattice(
         tokens,
         logits,
         make.integers(0, vocab, batch),
-        make.integers(0, depth + 1, batch, dtype=torch.int32) if counts else None,
+        drafted,
         6 * torch.arange(vocab, device=make.device) + 3 if mapped else None,
     )
 

@@ -12,7 +12,7 @@ class Lattice(NamedTuple):
     tokens: Annotated[Tensor, "B D C int64"]  # below 2^31: ids of the drafter
     logits: Annotated[Tensor, "B D C float32|float16|bfloat16"]
     last_tokens: Annotated[Tensor, "B int64"]  # the target's id of the token before position 0
-    counts: Annotated[Tensor | None, "B int32"] = None  # positions that the request drafts, None for all
+    counts: Annotated[Tensor | None, "B int32"] = None  # drafted positions, D if it is larger; None for all
     vocabulary: Annotated[Tensor | None, "* int64"] = None  # what is added to a drafter's id for the target's
 
 

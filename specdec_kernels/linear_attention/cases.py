@@ -77,16 +77,28 @@ def make_paths(make: Maker, kind: str, batch: int, nodes: int, slots: Tensor) ->
 
 
 def inputs_of(
-    make: Maker, kind: str, batch: int, nodes: int, heads: Heads = _SMALL, taps: int = 4, strided: bool = False
+    make: Maker,
+    kind: str,
+    batch: int,
+    nodes: int,
+    heads: Heads = _SMALL,
+    taps: int = 4,
+    strided: bool = False,
+    steep: bool = False,
 ) -> dict[str, Any]:
-    """`strided`: the rows are parts of one projection."""
+    """`strided`: rows are parts of projections. `steep`: softplus is its argument, or 0."""
     slots, width = batch + 3, channels_of(heads)
     links, _ = make_paths(make, kind, batch, nodes, make_slots(make, batch, slots))
-    packed = make.normal(len(links.parents), width + 2 * heads[1])
-    parts = packed.split([width, heads[1], heads[1]], 1)
+    packed, weights = make.normal(len(links.parents), width + 2 * heads[1]), make_weights(make, heads, taps)
+    parts = list(packed.split([width, heads[1], heads[1]], 1))
+    if strided:  # each of another width
+        parts[2] = make.normal(len(packed), width + 3 * heads[1])[:, : heads[1]]
+    if steep:
+        parts[2].mul_(30)
+        weights.a_log.sub_(4)
     return dict(
         **dict(zip(("qkv", "b", "a"), parts if strided else map(Tensor.contiguous, parts), strict=True)),
-        weights=make_weights(make, heads, taps),
+        weights=weights,
         state=make_state(make, heads, slots, taps),
         links=links,
     )
@@ -250,6 +262,7 @@ CASES = (
     _inputs("inputs_unused", "unused nodes", "unused", 2, 9),
     _inputs("inputs_prompt", "a segment that starts its text, and padding rows", "prompt", 5, 4, strided=True),
     _inputs("inputs_two_taps", "a convolution of another width", "tree", 2, 5, taps=2),
+    _inputs("inputs_steep", "an argument of softplus whose exponential overflows", "chain", 2, 9, steep=True),
     _inputs("inputs_wide_keys", "keys wider than values, and one key head", "chain", 2, 3, heads=(1, 3, 20, 7)),
     _inputs("inputs_shipped", "registers", "tree", 1, 4, **_SHIPPED),
     _inputs("inputs_8x16", "eight chains of sixteen nodes", "chain", 8, 16, **_BENCH),

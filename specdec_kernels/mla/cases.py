@@ -68,17 +68,20 @@ def write_inputs(
     **options: Any,
 ) -> dict[str, Any]:
     """Arguments of `write_latent`; every `skipped`-th token has no slot, the one after it one past the cache. Queries
-    and latents are slices of wider projections, and some positions lie outside the table."""
+    and latents are slices of wider projections. Of three tokens and more the last ones are outside of the table."""
     pages = -(-tokens // page_size) + 2
     slots = torch.randperm(pages * page_size, generator=make.generator)[:tokens]
     if skipped:
         slots[::skipped], slots[1::skipped] = -1, pages * page_size
+    positions = make.integers(0, _MAX_POS, tokens)
+    if tokens > 2:
+        positions[-1], positions[-2] = -1, _MAX_POS
     return dict(
         q=make.normal(tokens, heads, 8 + rope)[..., 8:],
         kv=make.normal(tokens, 8 + latent + rope)[:, 8:],
         cache=make.normal(pages, page_size, latent + rope),
         slots=slots.to(make.device),
-        positions=make.integers(-1, _MAX_POS + 1, tokens),
+        positions=positions,
         rope=rope_table(rope, _MAX_POS, device=make.device),
         norm=make.normal(latent),
         eps=1e-6,

@@ -109,6 +109,23 @@ def test_what_cannot_be_served_is_refused(target: Target, call: Any, message: st
         call(target)
 
 
+def test_a_drafter_serves_the_target_it_was_loaded_for(target: Target, on_reference: None) -> None:
+    drafter = load_algorithm("dflash", target, draft=TINY / "dflash")
+    assert len(generate(target, PROMPT, drafter, max_batch=1).completions) == 1
+    other = load_target(TINY / "target", "cpu")
+    with pytest.raises(ValueError, match="dflash was loaded for another target"):
+        generate(other, PROMPT, drafter)
+    lookup = load_algorithm("ngram", target)
+    assert len(generate(other, PROMPT, lookup).completions) == 1
+
+
+def test_determinism_needs_kernels(target: Target, on_reference: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec_kernels.launch.interpreting", lambda: False)
+    if target.device.type == "cpu":
+        with pytest.raises(ValueError, match="deterministic: expected a GPU, or TRITON_INTERPRET=1"):
+            generate(target, PROMPT, deterministic=True)
+
+
 def test_importing_the_package_imports_nothing_heavy() -> None:
     program = (
         "import sys, algorithms; algorithms.generate, algorithms.SamplingParams; "

@@ -119,7 +119,7 @@ def test_whose_drafter_is_asked_for() -> None:
     two = {"first": {"name": "eagle3"}, "second": {"name": "dflash"}}
     assert Mixed.drafter_for(Mixed.Config()) == "dflash"
     assert Mixed.drafter_for(Mixed.Config(second={"name": "ngram"})) is None
-    with pytest.raises(ValueError, match="eagle3 and dflash both need a drafter: give one as algo.second.draft_path"):
+    with pytest.raises(ValueError, match="eagle3 and dflash both need a drafter: give one as .algo.second.draft_path="):
         Mixed.drafter_for(Mixed.Config(**two))
     two["second"]["draft_path"] = "folder"
     assert Mixed.drafter_for(Mixed.Config(**two)) == "eagle3"

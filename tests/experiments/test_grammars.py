@@ -51,7 +51,7 @@ def test_the_report_says_what_parsed(done: Done) -> None:
     assert (row["num_parsed"], row["num_constrained"], row["lossless"]["identical"]) == (2, 3, 3)
     assert "2/3" in done.read("generate.md") and "not parsed" in done.read("report.html")
     said = " ".join((done.stdout + done.stderr).split())
-    assert "no complete output of the grammar: 1 of 3 outputs; truncated by sampling.max_new_tokens: 1" in said
+    assert "1 of 3 outputs are incomplete in their grammar; truncated by sampling.max_new_tokens: 1" in said
 
 
 def test_the_shipped_prompts_have_grammars_that_compile() -> None:

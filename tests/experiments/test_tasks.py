@@ -484,6 +484,10 @@ def test_warnings_of_a_comparison() -> None:
     (low,) = compare.warnings([a_row(acceptance_at=[0.049])])
     assert low.startswith("d, m: only 4.9% of first drafts were accepted")
     assert compare.warnings([a_row(acceptance_at=[0.049], drafts_with_model=False)]) == []  # n-grams may not repeat
+    few, more, none = ({"accepted": [0] * len(counts), "rejected": counts} for counts in ([19], [20], []))
+    assert compare.warnings([a_row(acceptance_at=[], acceptance=none)]) == []  # autoregressive
+    assert compare.warnings([a_row(acceptance_at=[0.0], acceptance=few)]) == []
+    assert len(compare.warnings([a_row(acceptance_at=[0.0], acceptance=more)])) == 1
     comparison = {"checked": 2, "identical": 1, "near_ties": 0, "first_difference": None}
     assert compare.warnings([a_row(lossless=comparison)]) == []
     assert compare.failures([a_row(), a_row(lossless=comparison)]) == [

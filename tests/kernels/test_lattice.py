@@ -52,7 +52,8 @@ def softmax(values: list[float]) -> list[float]:
 def after(inputs: dict[str, Any], request: int, path: Path) -> list[float]:
     """Values of the candidates of the position after a path of candidates; none after the last position."""
     lattice, pairs, place = inputs["lattice"], inputs["pairs"], len(path)
-    if place >= (lattice.tokens.shape[1] if lattice.counts is None else int(lattice.counts[request])):
+    depth = lattice.tokens.shape[1]
+    if place >= (depth if lattice.counts is None else min(depth, int(lattice.counts[request]))):
         return []
     row = pairs[request, place, path[-1] if path else 0]
     return (lattice.logits[request, place] + row).tolist()

@@ -13,7 +13,7 @@ from specdec_kernels.attention import AttentionMetadata
 from specdec_kernels.attention.cases_inputs import changed
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import CHIPS, Launch, record_launches
-from specdec_kernels.mla import configs, mla_attention, mla_attention_with_lse
+from specdec_kernels.mla import configs, kernel, mla_attention, mla_attention_with_lse
 from specdec_kernels.mla.cases import mla_inputs
 from specdec_kernels.mla.configs import blocks, mla_config
 
@@ -108,6 +108,17 @@ def test_splits_at_the_bound_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         alone = {name: together[name][[request]].contiguous() for name in ("q_latent", "q_rope")}
         alone["metadata"] = together["metadata"].of_requests([request])
         assert torch.equal(mla_attention(**(together | alone), impl="triton")[0], bounded[0][request])
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_requests_in_turns_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """Where partial results of splits at fixed positions would take too much memory, `turns` requests run at a time."""
+    together = inputs("chain", 3, (70, 5, 33), batch_invariant=True)
+    whole = mla_attention_with_lse(**together, impl="triton")
+    agree(whole, mla_attention_with_lse(**together, impl="reference"))
+    monkeypatch.setattr(kernel, "requests_at_once", lambda *sizes: turns)
+    for found, expected in zip(mla_attention_with_lse(**together, impl="triton"), whole, strict=True):
+        assert torch.equal(found, expected)
 
 
 def launches_of(num_nodes: int, length: int, heads: int = 128, batch: int = 2) -> list[Launch]:

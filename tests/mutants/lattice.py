@@ -11,6 +11,10 @@ _RECURRENT = "specdec_kernels/lattice/kernel_recurrent.py"
 _case = partial(parity, "lattice")
 
 MUTANTS = (
+    Mutant("lattice_counts_above_the_depth", _KERNEL,
+           "count = tl.minimum(tl.load(counts_ptr + request, mask=in_batch, other=0), DEPTH)",
+           "count = tl.load(counts_ptr + request, mask=in_batch, other=0)", _case("tree_ragged"),
+           "a path goes on behind the last position, in another request's candidates"),
     Mutant("lattice_anchor_is_no_predecessor", _KERNEL,
            "before = tl.where((place == 0) & (lane == 0), tl.load(lattice.last_tokens + request), before)",
            "before = tl.where((place == 0) & (lane == 0), tl.load(lattice.tokens + cell * CANDIDATES), before)",

@@ -16,6 +16,12 @@ _BITS = ("tests/kernels/test_linear_attention.py::test_any_way_through_a_text_ha
 MUTANTS = (
     _kernel("delta_convolution_of_another_place", "place = slot * (TAPS - 1) + (TAPS - 1 - {{before -> tap}})",
             _case("inputs_chain"), "the state's inputs are counted from the row in place of the first row of the call"),
+    _kernel("delta_softplus_ends_at_its_threshold",
+            "return {{tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0)))) -> "
+            "tl.log(1.0 + tl.exp(tl.minimum(x, 20.0)))}}",
+            _case("inputs_steep"), "a state decays no faster than with a step of 20"),
+    _kernel("delta_rows_of_one_stride", "a = tl.load(a_ptr + row * {{a_stride -> b_stride}} + value",
+            _case("inputs_prompt"), "decays are read at the stride of the write strengths"),
     _kernel("delta_difference_before_the_decay",
             "update = beta * (v - tl.sum({{state -> state / decay}} * k[:, None], 0))", _case("rule_chain"),
             "the value is compared with the state before its decay"),

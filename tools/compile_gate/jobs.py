@@ -18,8 +18,11 @@ from specdec_kernels.launch import Launch, leaves, record_launches
 
 _POINTER_TYPES = {
     torch.bool: "i1",
+    torch.int8: "i8",
     torch.uint8: "u8",
+    torch.int16: "i16",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.float16: "fp16",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from algorithms.models import config_keys
-from algorithms.models.config_keys import nested, one_kind, read_size, read_sizes, required, write_fields
+from algorithms.models.config_keys import expect_only, nested, one_kind, read_size, read_sizes, required, write_fields
 
 DENSE, SPARSE = MLP_TYPES = ("dense", "sparse")
 SHARED_KEY = "shared_expert_intermediate_size"
@@ -57,10 +57,9 @@ class ExpertsConfig:
             )
 
 
-def _only(config: Mapping[str, Any], key: str, expected: Any) -> None:
-    """ValueError where `config` has another value for `key`."""
-    if config.get(key, expected) != expected:
-        raise ValueError(f"{key} '{config[key]}' is not supported, expected '{expected}'")
+def _plain_softmax(config: Mapping[str, Any]) -> None:
+    """ValueError for keys of other families that would route otherwise."""
+    expect_only(config, scoring_func=("softmax",), topk_method=("greedy",), n_group=(1,), routed_scaling_factor=(1,))
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,7 @@ class QwenRule:
     gated_shared: bool = False
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[ExpertsConfig | None, ...]:
+        _plain_softmax(config)
         # transformers 5 writes num_local_experts, the published folders have num_experts.
         key = "num_local_experts" if "num_local_experts" in config else "num_experts"
         experts = ExpertsConfig(
@@ -108,19 +108,15 @@ class DeepSeekRule:
         config_keys.check_layer_kinds("mlp_layer_types", types, MLP_TYPES, num_layers)
         if SPARSE not in types:
             return ()
-        _only(config, "moe_layer_freq", 1)
-        _only(config, "scoring_func", self.scoring)
+        expect_only(config, moe_layer_freq=(1,), scoring_func=(self.scoring,))
         experts = self._read_experts(config)
         return tuple(experts if kind == SPARSE else None for kind in types)
 
     def _read_experts(self, config: Mapping[str, Any]) -> ExpertsConfig:
         sigmoid = self.scoring == "sigmoid"
         methods = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
-        method = config.get("topk_method", methods[0])
-        if method not in methods:
-            expected = " or ".join(map(repr, methods))
-            raise ValueError(f"topk_method '{method}' is not supported, expected {expected}")
-        grouped = method != "greedy"
+        expect_only(config, topk_method=methods)
+        grouped = (config.get("topk_method") or methods[0]) != "greedy"
         groups, topk_groups = (int(config.get(key) or 1) if grouped else 1 for key in ("n_group", "topk_group"))
         return ExpertsConfig(
             **read_sizes(config, _DEEPSEEK),
@@ -167,6 +163,7 @@ class GptOssRule:
     """gpt-oss: experts with biases in all layers, in bfloat16 or MXFP4, chosen by logit."""
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[ExpertsConfig | None, ...]:
+        _plain_softmax(config)
         experts = ExpertsConfig(
             **read_sizes(config, _GPT_OSS),
             scoring="softmax_of_chosen",

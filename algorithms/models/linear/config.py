@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from algorithms.models.config_keys import check_layer_kinds, one_kind, read_sizes, write_fields
+from algorithms.models.config_keys import check_layer_kinds, expect_only, one_kind, read_sizes, write_fields
 
 FULL, LINEAR = LAYER_TYPES = ("full_attention", "linear_attention")
 _SIZES = {
@@ -42,6 +42,7 @@ class LinearRule:
     """Layers by `layer_types`; where that is absent, every `full_attention_interval`-th has attention."""
 
     def read(self, config: Mapping[str, Any], num_layers: int) -> tuple[LinearConfig | None, ...]:
+        expect_only(config, attn_output_gate=(True,), output_gate_type=("silu", "swish"))
         types = config.get("layer_types")
         if types is None:
             step = int(config.get("full_attention_interval") or 4)

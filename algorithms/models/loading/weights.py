@@ -103,14 +103,16 @@ def _dequantise(stored: dict[str, Stored], name: str, weight_format: WeightForma
 
 
 def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
-    for what, names in (("lack tensors of", wanted - stored), ("hold tensors unknown to", stored - wanted)):
+    lacking = ("lack tensors of", "missing", wanted - stored)
+    unknown = ("hold tensors unknown to", "unknown", stored - wanted)
+    for what, how, names in (lacking, unknown):
         if names:
             shown = ", ".join(sorted(names)[:NAMES_SHOWN])
             raise ModelError(
                 f"the weights {what} the model that config.json describes",
                 where=folder,
                 expected=f"{len(wanted)} tensors",
-                actual=f"{len(stored)} tensors; {len(names)} of them: {shown}"
+                actual=f"{len(stored)} tensors; {how} {len(names)}: {shown}"
                 + (", ..." if len(names) > NAMES_SHOWN else ""),
                 fix="check that config.json and weights belong together and the architecture is supported",
             )

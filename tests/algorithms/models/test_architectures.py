@@ -288,6 +288,13 @@ def test_unknown_architectures_are_refused_by_name() -> None:
         ("glm4_moe", {"mlp_layer_types": ["dense", "linear"]}, "mlp_layer_types: expected 4 of"),
         ("qwen3_next", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
         ("deepseek_v3", {"kv_lora_rank": 40}, "expected multiples of 16"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported, expected 'softmax'"),
+        ("qwen3_next", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported, expected 'greedy'"),
+        ("qwen3_moe", {"n_group": 2}, "n_group 2 is not supported, expected 1"),
+        ("gpt_oss", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5 is not supported"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate False is not supported, expected True"),
+        ("qwen3_next", {"output_gate_type": "sigmoid"}, "expected 'silu' or 'swish'"),
+        ("qwen3_5_text", {"layer_types": "linear_attention"}, "layer_types: expected 4 of .* got 'linear_attention'"),
     ],
 )
 def test_what_is_not_supported_is_named(model_type: str, keys: dict[str, Any], said: str) -> None:
