@@ -1,6 +1,6 @@
 """Puts known bugs into copies of the tree, one at a time, and shows which test fails for each; then random ones.
 
-    python -m tests.mutants [--only 'tree_*'] [--jobs 2]
+    python -m tests.mutants [--only '*/tree/*'] [--jobs 2]
     python -m tests.mutants --only '' --random 300 --seed 7
 
 Exit code 1 where the tests of a known mutant pass, where its replacement no longer fits the code, or where one of the
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, known
 from tests.mutants.random_mutants import random_mutants
 from tests.mutants.runner import (
     BROKEN,
@@ -33,7 +33,6 @@ from tests.mutants.runner import (
     run_mutant,
     short,
 )
-from tests.mutants.table import MUTANTS
 
 RANDOM, SEED = 30, 1
 
@@ -53,9 +52,8 @@ def judge(mutants: Sequence[Mutant], jobs: int, limit_s: float) -> list[Outcome]
         ):
             counts[outcome.status] += 1
             outcomes.append(outcome)
-            print(f"{outcome.status:<9}{seconds:5.1f} s  {mutant.name:<36}{outcome.detail}", flush=True)
-            if outcome.status != CAUGHT:
-                print(f"{'':17}{mutant.path}: {mutant.bug}")
+            print(f"{outcome.status:<9}{seconds:5.1f} s  {mutant.path}: {mutant.bug}", flush=True)
+            print(f"{'':18}{outcome.detail}", flush=True)
     print(", ".join(f"{count} {status}" for status, count in counts.items()), flush=True)
     return outcomes
 
@@ -77,28 +75,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants", description="Check that the tests fail for known bugs."
     )
-    parser.add_argument("--only", help="pattern of the names of known mutants; with it, no random ones by default")
+    parser.add_argument("--only", help="pattern of paths of known mutants; with it, no random ones by default")
     parser.add_argument("--random", type=int, help=f"number of random mutants (default: {RANDOM})")
     parser.add_argument("--seed", type=int, default=SEED, help="of the random mutants (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=TIMEOUT_S, help="seconds for the tests of one mutant")
     options = parser.parse_args(arguments)
-    chosen = [mutant for mutant in MUTANTS if fnmatchcase(mutant.name, "*" if options.only is None else options.only)]
+    pattern = "*" if options.only is None else options.only
+    chosen = [mutant for mutant in known() if fnmatchcase(mutant.path, pattern)]
     number = options.random if options.random is not None else RANDOM if options.only is None else 0
     if not chosen and not number:
-        print(f"no mutant is called {options.only!r}", file=sys.stderr)
+        print(f"no mutant is in {options.only!r}", file=sys.stderr)
         return 1
     load_heavy_modules()
     if chosen and failing_without((test for mutant in chosen for test in mutant.tests), options.jobs):
         return 1
-    known = judge(chosen, options.jobs, options.limit) if chosen else []
+    judged = judge(chosen, options.jobs, options.limit) if chosen else []
     if number:
         print(f"{number} random mutants, --random {number} --seed {options.seed}", flush=True)
         outcomes = judge(random_mutants(number, options.seed), options.jobs, options.limit)
         in_vain = failing_without((outcome.test for outcome in outcomes if outcome.test), options.jobs)
         survived = sum(outcome.status == SURVIVED or outcome.test in in_vain for outcome in outcomes)
         print(f"{survived / number:.1%} of the random mutants survive")
-    return 0 if all(outcome.status == CAUGHT for outcome in known) else 1
+    return 0 if all(outcome.status == CAUGHT for outcome in judged) else 1
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ def _mutant(path: Path, start: int, end: int, new: str) -> Mutant:
     line = source.count("\n", 0, start)
     before = source.splitlines()[line].strip()
     changed = source[:start] + new + source[end:]
-    bug = f"{before}  ->  {changed.splitlines()[line].strip()}"
-    return Mutant(f"{path.stem}:{line + 1}", path.as_posix(), source, changed, tests_of(path), bug)
+    bug = f"line {line + 1}: {before}  ->  {changed.splitlines()[line].strip()}"
+    return Mutant(path.as_posix(), source, changed, tests_of(path), bug)
 
 
 def tests_of(path: Path) -> tuple[str, ...]:

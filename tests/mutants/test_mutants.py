@@ -15,7 +15,6 @@ from tests.mutants.runner import BROKEN, CAUGHT, CRASHED, SURVIVED, Outcome, run
 
 def planted(**changes: str) -> Mutant:
     given = dict(
-        name="planted",
         path="specdec_kernels/tree/types.py",
         old="from typing import Annotated, NamedTuple",
         new="from typing import Annotated, NamedTuple  # harmless",
