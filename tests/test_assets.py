@@ -1,7 +1,5 @@
 """What comes with the repository: small enough to clone, and every trained model with what it was made from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is shipped: the wheel holds the kernels and nothing above them, and pins agree with ranges."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

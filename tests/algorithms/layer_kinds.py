@@ -1,8 +1,6 @@
 """Random targets whose layers are not all attention and SwiGLU, and the check that drafts change nothing of what a
 target writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Writes small random targets whose layers have float8 weights, as they are published."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps whose size is chosen: the text stays the target's own, and the choice is the one that pays."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

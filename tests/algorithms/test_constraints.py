@@ -1,7 +1,5 @@
 """Grammars: every algorithm writes what a loop without drafts and caches writes, and all of it parses."""
 
-from __future__ import annotations
-
 import json
 import re
 import string

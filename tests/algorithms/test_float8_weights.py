@@ -1,7 +1,5 @@
 """Targets with float8 weights: speculation writes what the same target writes alone, whatever drafts it verifies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

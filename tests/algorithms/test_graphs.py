@@ -1,7 +1,5 @@
 """Captured steps, padding rows and late reading change only the time, and a step reads nothing back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

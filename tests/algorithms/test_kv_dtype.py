@@ -1,7 +1,5 @@
 """Keys and values in float8: lossless against autoregressive decoding with the same cache, on both backends."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

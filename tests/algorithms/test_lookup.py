@@ -1,8 +1,6 @@
 """Drafting from the texts of requests, by n-grams and by suffixes: lossless in every setting, fewer steps where a text
 repeats itself, and one store whose texts live and end with the requests."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Speculative output equals the target's own, token for token, whatever is drafted and however it is batched."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

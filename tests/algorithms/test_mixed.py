@@ -1,7 +1,5 @@
 """The union of two draft trees, and what cannot be mixed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """Sampling parameters of each request, bad words and `min_tokens` among them: whole decodings against a loop without
 drafts and caches."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

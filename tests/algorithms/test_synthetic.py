@@ -1,7 +1,5 @@
 """Drafts of given acceptance: the target's own output, at the asked rates."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ Weights are drawn wide enough that logits differ by units and no two tokens tie;
 not at their neutral values, so a forgotten one shows.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`task=adaptive` on the shipped small family."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

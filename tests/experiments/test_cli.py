@@ -1,7 +1,5 @@
 """The command line as a user meets it: every mistake gets one screen, an exit code and no rest."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

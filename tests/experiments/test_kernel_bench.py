@@ -1,8 +1,6 @@
 """The timer and the unit benchmark: what is counted, what is refused, and that no wrong kernel gets a
 time."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

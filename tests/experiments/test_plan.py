@@ -1,7 +1,5 @@
 """What cannot work together is refused from configurations alone, before any weight is read."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

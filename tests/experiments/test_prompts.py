@@ -1,7 +1,5 @@
 """Prompt sets: what each yields, how answers are scored, and that a bad file is refused by file and line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """`task=replay`: the steps that follow from a recorded text are those of the engine, and the arithmetic behind them."""
 
-from __future__ import annotations
-
 import json
 import random
 from functools import cache

@@ -1,7 +1,5 @@
 """A run that was interrupted goes on to what an undisturbed run writes, times aside."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

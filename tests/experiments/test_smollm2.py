@@ -1,7 +1,5 @@
 """Conversion of a GGUF file on a small made-up one; the converted model, where it exists, against transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The reference implementation stands in for the kernels here, which have their own tests.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

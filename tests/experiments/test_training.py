@@ -1,7 +1,5 @@
 """The training program on a model of a few thousand weights: resuming, exporting, refusing; what the losses see."""
 
-from __future__ import annotations
-
 import errno
 import json
 import sys

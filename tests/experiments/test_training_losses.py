@@ -1,7 +1,5 @@
 """Each loss against its formula, spelled out in float64; gradients averaged over processes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What each rule accepts of the same samples: the probe in the engine, and the task on models."""
 
-from __future__ import annotations
-
 import pytest
 
 from algorithms.dflash.drafting import DFlash

@@ -3,8 +3,6 @@
 The program runs in this process, and reading weights is an error: what is wrong is found before.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -8,8 +8,6 @@ are a deterministic function of the context or sampled from a distribution of th
 here by sorting Python lists, which no kernel does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`docs/add_a_kernel.md` works as it stands: a copy of the tree gets its family, and its commands pass there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -3,8 +3,6 @@
 The truth is `attention_truth.dense`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

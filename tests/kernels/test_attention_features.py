@@ -1,7 +1,5 @@
 """Windows, sinks, caps, fp8 pools and wide trees of paged attention, and how they relate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The tile schedule of paged attention: it covers each key of each row once, and planned calls are the same calls."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

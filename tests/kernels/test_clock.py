@@ -1,7 +1,5 @@
 """Borders between the parts of captured work: what is summed where, and a kernel that compiles for every chip."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

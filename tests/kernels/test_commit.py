@@ -1,7 +1,5 @@
 """A worked commit: the state of each request after a step."""
 
-from __future__ import annotations
-
 import torch
 
 from specdec_kernels import commit_step

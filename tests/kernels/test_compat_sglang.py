@@ -4,8 +4,6 @@ The oracles below compute the documented result entry by entry; none of them sha
 contents before the call, because SGLang writes into tensors of its own.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any

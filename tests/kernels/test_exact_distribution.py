@@ -6,8 +6,6 @@ bisection. A small vocabulary is measured whole, through the kernel and through 
 shipped vocabulary. Chosen tokens of it are checked everywhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Mixture of experts: bits that do not depend on other rows, the routing of published models, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

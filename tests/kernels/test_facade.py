@@ -1,7 +1,5 @@
 """One list of names: what a family's `__all__` names is importable from `specdec_kernels`, and nothing else is."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from importlib import import_module

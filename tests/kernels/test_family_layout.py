@@ -1,7 +1,5 @@
 """Every family folder is laid out the same way, and no kernel grows too large to read without saying why."""
 
-from __future__ import annotations
-
 import ast
 from importlib import import_module
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What the history store keeps, and which drafts it gives: worked examples, random sessions against a definition in
 lists, and thousands of requests at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

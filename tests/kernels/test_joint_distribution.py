@@ -2,8 +2,6 @@
 relations of draft and target, and faults that it must refuse: a test of a distribution that has never failed proves
 nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

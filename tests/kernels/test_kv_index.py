@@ -1,7 +1,5 @@
 """Page-table arithmetic over random tables, position by position in plain Python."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

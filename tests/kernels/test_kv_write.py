@@ -1,7 +1,5 @@
 """Fused norm, rotation and store beyond case-by-case parity: an independent oracle, and untouched slots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Chains and trees over a lattice, against enumeration, the formulas of the published heads, and by their law."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any

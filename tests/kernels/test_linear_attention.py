@@ -1,7 +1,5 @@
 """Gated delta rule: the layer of transformers, and the same bits for any way to run through a text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Latent attention beyond case-by-case parity: what it means, what must hold between calls, what bad input gets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Fused norms and the gated activation: the roundings of what they replace, and rows that stand alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Products of few rows: bits that do not depend on the number of rows, and what the parity cases cannot show."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

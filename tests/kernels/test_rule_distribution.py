@@ -6,8 +6,6 @@ below a threshold of its own uniform, and the last token follows from a series o
 the target's. One batch holds all draws at several temperatures, 0 among them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

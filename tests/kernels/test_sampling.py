@@ -1,7 +1,5 @@
 """The random stream bit by bit, rows that do not depend on their batch, and rows that cannot be sampled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

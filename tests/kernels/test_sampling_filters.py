@@ -1,7 +1,5 @@
 """Filters against sorting in Python, written distributions against the draws, penalties against sequential decoding."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tree links, depths and masks against plain Python, for any parent array."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Selection of draft nodes against heaps, sorts and enumeration in plain Python."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Verification against Python lists, and the symmetries it must have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

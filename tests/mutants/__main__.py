@@ -8,8 +8,6 @@ tests fails without it. For random mutants the share that survives is reported; 
 mutant that is caught by a test that fails without any mutant counts as surviving.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -1,7 +1,5 @@
 """A mutant: one plausible bug, as an exact replacement in one file, and the tests that must fail because of it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A comparison takes or leaves its bound (`<` and `<=`) or is negated (`==` and `!
 `- 0`, or `min` and `max` change places. The share that survives is an upper bound: some changes are equivalent.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The runner of mutants tells outcomes apart, and random mutants are valid; `make mutants` runs the mutants."""
 
-from __future__ import annotations
-
 import ast
 import re
 

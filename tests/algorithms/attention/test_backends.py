@@ -1,8 +1,6 @@
 """Attention backends: every pair computes the same, a plan goes where its phase says, and refusals name the reason.
 `test_packages` and `test_paged_attention` compare each with definitions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ A tape replays operations on tensors and no code of the host. So a backend that 
 the capture, fails here as it would on a GPU.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -3,8 +3,6 @@
 The truth is the dense mixer, which has a test of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

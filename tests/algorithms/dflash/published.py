@@ -1,8 +1,6 @@
 """Block drafters of random weights in the layouts of their writers, and what they compute, spelled out from the
 equations: one request, no cache, no batch, float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache

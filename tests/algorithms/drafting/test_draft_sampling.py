@@ -1,7 +1,5 @@
 """Shapes of drawn trees, and which draws and rules go together."""
 
-from __future__ import annotations
-
 import pytest
 
 from algorithms.drafting.draft_sampling import FIRST_SHARE, DraftSampling, SampledShape, TreeShape

@@ -1,7 +1,5 @@
 """A chain of forced tokens in a draft: in front of a tree, and in the place of the first tokens of a chain."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Chains and trees that are drafted level by level: what is run, where it is stored, and how sure the drafter is."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +31,7 @@ def drafter(shape: TreeShape, base: int = 0, needs_path_probs: bool = False, **c
 class Planned:
     """Stands for the mixers of levels: records what was planned and which of them were used."""
 
-    latest: Planned
+    latest: "Planned"
 
     def __init__(self, batch: Any, sizes: LevelSizes, views: LevelViews | None = None) -> None:
         self.count, self.views = sizes.forwards, views

@@ -1,7 +1,5 @@
 """Sizes of draft trees: their defaults, their bounds, and what a shape says about itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from algorithms.drafting.draft_sampling import TreeShape

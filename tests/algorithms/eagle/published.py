@@ -1,8 +1,6 @@
 """EAGLE, EAGLE-3 and P-EAGLE heads of random weights in the layouts of their writers, and what they compute, spelled
 out from the equations: one request, no cache, no batch, float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """EAGLE and EAGLE-3 heads: levels of trees, published folders, and what does not fit. `test_published` has what they
 compute."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batching, limits and refusals of the engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

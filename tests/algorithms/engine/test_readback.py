@@ -1,7 +1,5 @@
 """Tables of steps on their way to the host, and what is read from them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What a request says of itself."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The scheduler under random traffic: no page is lost or shared, rows stay dense, requests run in their order, and each
 prompt is prefilled once, in order and in chunks."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

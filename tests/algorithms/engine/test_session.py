@@ -1,7 +1,5 @@
 """What a session counts, how far it bounds lengths, and which chunks ride in its steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

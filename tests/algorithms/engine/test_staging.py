@@ -1,7 +1,5 @@
 """What the host tells the device arrives, whole and unmixed."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Every entry of the registry: what its config keys mean, against transformers, and what is written back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Keys of a `config.json`: stop tokens, and the rotary embedding as transformers 4 and 5 write it; its rotation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

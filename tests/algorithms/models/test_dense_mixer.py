@@ -1,7 +1,5 @@
 """The dense mixer against attention spelled out in float64, one query of one head at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The fused forward is torch's forward: same roundings, same captured layers, same texts."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

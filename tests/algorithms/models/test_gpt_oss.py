@@ -1,7 +1,5 @@
 """gpt-oss: folders in both layouts of its experts, what the engine writes from them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Float8 weights: every code and scale is read as it is stored, packed weights keep the scales of their members, and
 what is stored in another way is refused before weights are read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

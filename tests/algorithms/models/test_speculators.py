@@ -1,7 +1,5 @@
 """Flattening of speculators' configs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

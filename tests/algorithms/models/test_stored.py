@@ -1,7 +1,5 @@
 """What the headers of a checkpoint say: where each tensor is, and what it is, before anything is read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

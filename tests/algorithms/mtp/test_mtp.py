@@ -1,8 +1,6 @@
 """MTP heads in a target's own folder and in folders of speculators: what they draft, against the equations in float64,
 and that outputs stay the target's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

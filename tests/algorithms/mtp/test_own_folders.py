@@ -1,8 +1,6 @@
 """MTP heads of published targets, in the targets' own folders: what they draft, against plain equations around the
 decoder layer of transformers, and that outputs stay the target's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path

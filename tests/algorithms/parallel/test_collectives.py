@@ -1,7 +1,5 @@
 """Which sums go through the memory that devices share, and which through the process group."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

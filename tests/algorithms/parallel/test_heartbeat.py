@@ -1,7 +1,5 @@
 """A rank that has died is named by those that wait."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

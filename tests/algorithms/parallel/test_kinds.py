@@ -1,7 +1,5 @@
 """The parts of layers with experts or states add up to the whole, and what cannot be split is refused."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path

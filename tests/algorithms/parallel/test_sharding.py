@@ -1,7 +1,5 @@
 """What a rank keeps of a model, and what it gives to kernels that exchange numbers with other ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

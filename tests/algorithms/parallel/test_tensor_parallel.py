@@ -1,7 +1,5 @@
 """Two processes that share a target write what one process writes, and every rank writes the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A deterministic target gives a token the same bits in a prompt, a chunk of one, alone, in a chain and in a tree."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
