@@ -14,20 +14,7 @@ from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from algorithms.engine.transfers import StepResult
 from algorithms.standalone import Standalone
-from algorithms.step.adaptive import (
-    DECIDE_EVERY,
-    EXPLORATION_SHARE,
-    EXPLORED_SLOTS,
-    KNOWN_STEPS,
-    LEAST_PAUSE,
-    LEAST_STEPS,
-    NO_DRAFT,
-    SMALLER_PAUSE,
-    Pacing,
-    Sizing,
-    StepCosts,
-    step_sizes,
-)
+from algorithms.step import adaptive
 from algorithms.step.runner import StepRunner
 from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, Watched, hinted
 from tests.algorithms.test_mixed_prefill import Rides
@@ -37,9 +24,9 @@ pytestmark = pytest.mark.usefixtures("random_drafters")
 
 TOKENS = 20
 COLUMNS = 4
-CHEAP = StepCosts({(1, 1): 1.0, (1, 2): 1.0, (1, 256): 1.0001})
+CHEAP = adaptive.StepCosts({(1, 1): 1.0, (1, 2): 1.0, (1, 256): 1.0001})
 """Nodes cost nearly nothing."""
-DEAR = StepCosts({(1, 1): 1.0, (1, 2): 4.0, (1, 256): 400.0})
+DEAR = adaptive.StepCosts({(1, 1): 1.0, (1, 2): 4.0, (1, 256): 400.0})
 """No draft pays."""
 DRAFTING = [name for name in KINDS if name not in ("autoregressive", "dflash_window", "suffix_own")]
 
@@ -61,7 +48,7 @@ def reference() -> tuple[list[Request], list[list[int]], list[list[int]]]:
     return asked, [ids[:end] for ids, end in zip(written, ends, strict=True)], scripts(free, written)
 
 
-class Random(Pacing):
+class Random(adaptive.Pacing):
     """Takes any size at any time, and plain steps for a while."""
 
     def __init__(self, nodes: Sequence[int], seed: int = 3) -> None:
@@ -75,14 +62,14 @@ class Random(Pacing):
     def next(self, requests: int, step_ms: Sequence[float], smaller_pause: float = 1.0) -> int:
         if self._num_plain:
             self._num_plain -= 1
-            return NO_DRAFT
+            return adaptive.NO_DRAFT
         if self._random.random() < 0.3:
             self._num_plain = self._random.choice((0, 2, COLUMNS + 1))
-            return NO_DRAFT
+            return adaptive.NO_DRAFT
         return self._random.randint(1, self._num_sizes)
 
 
-def paced(engine: Engine, pacing: Pacing) -> Engine:
+def paced(engine: Engine, pacing: adaptive.Pacing) -> Engine:
     assert engine.parts.sizing is not None
     engine.parts.sizing.pacing = pacing
     return engine
@@ -94,41 +81,46 @@ def sizes_of(engine: Engine) -> tuple[int, ...]:
 
 
 def test_sizes_are_powers_of_two_and_the_algorithms_own() -> None:
-    assert [step_sizes(nodes) for nodes in (2, 4, 6, 33)] == [(1, 2), (1, 2, 4), (1, 2, 4, 6), (1, 2, 4, 8, 16, 32, 33)]
+    assert [adaptive.step_sizes(nodes) for nodes in (2, 4, 6, 33)] == [
+        (1, 2),
+        (1, 2, 4),
+        (1, 2, 4, 6),
+        (1, 2, 4, 8, 16, 32, 33),
+    ]
 
 
 def test_costs_between_the_measured_ones_lie_on_straight_lines() -> None:
-    costs = StepCosts({(1, 1): 1.0, (1, 2): 2.0, (1, 6): 4.0, (9, 1): 3.0, (9, 6): 12.0})
+    costs = adaptive.StepCosts({(1, 1): 1.0, (1, 2): 2.0, (1, 6): 4.0, (9, 1): 3.0, (9, 6): 12.0})
     expected = {(1, 1): 1.0, (5, 1): 2.0, (99, 1): 3.0, (1, 4): 3.0, (5, 6): 8.0, (1, 99): 4.0}
     assert {place: costs.of(*place) for place in expected} == expected
     for known, kind in (({(1, 1): 1.0}, "with a draft"), ({(1, 4): 1.0}, "without a draft")):
         with pytest.raises(ValueError, match=f"expected the time of a step {kind}, found none"):
-            StepCosts(known).of(1, 8 if kind == "with a draft" else 1)
+            adaptive.StepCosts(known).of(1, 8 if kind == "with a draft" else 1)
 
 
 @pytest.mark.parametrize(
-    ("rows", "cost", "pause", "trials"), [(1, 1.01, LEAST_PAUSE, 4), (1, 1.5, 267, 4), (8, 3, 267, 1)]
+    ("rows", "cost", "pause", "trials"), [(1, 1.01, adaptive.LEAST_PAUSE, 4), (1, 1.5, 267, 4), (8, 3, 267, 1)]
 )
 def test_drafting_is_tried_again_as_rarely_as_it_costs(rows: int, cost: float, pause: int, trials: int) -> None:
-    pacing, step_ms = Pacing((1, 2, 4)), [1.0, cost, 9.0]
-    pacing.update(NO_DRAFT, 1)
+    pacing, step_ms = adaptive.Pacing((1, 2, 4)), [1.0, cost, 9.0]
+    pacing.update(adaptive.NO_DRAFT, 1)
     taken = [pacing.next(rows, step_ms) for _ in range(2 * (pause + trials))]
-    assert taken == ([NO_DRAFT] * pause + [1] * trials) * 2
+    assert taken == ([adaptive.NO_DRAFT] * pause + [1] * trials) * 2
     pacing.update(2, 2)
     assert pacing.next(rows, step_ms) == 2
 
 
-@pytest.mark.parametrize(("cost", "every"), [(1.005, LEAST_STEPS), (1.5, 67)])
+@pytest.mark.parametrize(("cost", "every"), [(1.005, adaptive.LEAST_STEPS), (1.5, 67)])
 def test_a_larger_size_is_tried_as_rarely_as_it_costs(cost: float, every: int) -> None:
-    pacing, step_ms = Pacing((1, 2, 4, 8)), [1.0, 1.1, 2.0, 2.0 * cost]
+    pacing, step_ms = adaptive.Pacing((1, 2, 4, 8)), [1.0, 1.1, 2.0, 2.0 * cost]
     pacing.update(2, 2)
     assert _steps_of(pacing, 3, step_ms, 2 * every) == [every, 2 * every]
 
 
 def test_a_smaller_size_is_tried_soon_and_then_rarely() -> None:
     """Where real steps are timed, and its steps could be so cheap that it were the better one."""
-    sizing = Sizing(8, (1,))
-    sizing.set_costs(StepCosts({(1, nodes): ms for nodes, ms in ((1, 1.0), (2, 1.2), (4, 1.7), (8, 2.0))}))
+    sizing = adaptive.Sizing(8, (1,))
+    sizing.set_costs(adaptive.StepCosts({(1, nodes): ms for nodes, ms in ((1, 1.0), (2, 1.2), (4, 1.7), (8, 2.0))}))
     result = StepResult.of_table(np.array([[7, 8, 9, 0, 0, 0, 0, 0, 2, 1, 3, 0]]))
 
     def places(steps: int, gain: float, known: int) -> list[int]:
@@ -142,14 +134,17 @@ def test_a_smaller_size_is_tried_soon_and_then_rarely() -> None:
 
     assert places(100, 0.2, 0) == []  # no real step
     sizing.update(result, 2, 8, 2.0)
-    assert places(12, 0.2, 0) == [DECIDE_EVERY * time for time in (1, 2, 3)]
+    assert places(12, 0.2, 0) == [adaptive.DECIDE_EVERY * time for time in (1, 2, 3)]
     # What it takes longer for the same tokens counts as lost, and 0.0075 of all time may be.
-    pause = math.ceil((1.7 / 2.0 - 1 / 1.3) / EXPLORATION_SHARE)
-    assert places(3 * pause - 1, 0.3, KNOWN_STEPS) == [pause, 2 * pause]
-    assert places(20, 0.2, KNOWN_STEPS) == [SMALLER_PAUSE, 2 * SMALLER_PAUSE] and places(200, 0.9, 0) == []
+    pause = math.ceil((1.7 / 2.0 - 1 / 1.3) / adaptive.EXPLORATION_SHARE)
+    assert places(3 * pause - 1, 0.3, adaptive.KNOWN_STEPS) == [pause, 2 * pause]
+    assert (
+        places(20, 0.2, adaptive.KNOWN_STEPS) == [adaptive.SMALLER_PAUSE, 2 * adaptive.SMALLER_PAUSE]
+        and places(200, 0.9, 0) == []
+    )
 
 
-def _steps_of(pacing: Pacing, size: int, step_ms: list[float], steps: int) -> list[int]:
+def _steps_of(pacing: adaptive.Pacing, size: int, step_ms: list[float], steps: int) -> list[int]:
     """Numbers of the next `steps` steps that have `size`."""
     return [number for number in range(1, steps + 1) if pacing.next(1, step_ms) == size]
 
@@ -158,26 +153,26 @@ def _steps_of(pacing: Pacing, size: int, step_ms: list[float], steps: int) -> li
     ("step_ms", "size"), [([1.0, 1.1, 1.2, 1.3], 3), ([1.0, 1.2, 2.2, 4.0], 1), ([1, 9, 9.1, 18], 2)]
 )
 def test_the_first_step_drafts_as_if_most_drafts_were_accepted(step_ms: list[float], size: int) -> None:
-    pacing = Pacing((1, 2, 4, 8))
+    pacing = adaptive.Pacing((1, 2, 4, 8))
     assert pacing.next(1, step_ms) == size
     pacing.update(None, 3)
     assert pacing.next(1, step_ms) == size
-    pacing.update(NO_DRAFT, 1)
-    assert pacing.next(1, step_ms) == NO_DRAFT
+    pacing.update(adaptive.NO_DRAFT, 1)
+    assert pacing.next(1, step_ms) == adaptive.NO_DRAFT
 
 
 def test_a_choice_is_taken_over_every_fourth_step() -> None:
     """The policy takes in every step that drafts."""
-    sizing = Sizing(4, (1,))
+    sizing = adaptive.Sizing(4, (1,))
     sizing.set_costs(CHEAP)
     taken: list[int] = []
     sizing.pacing.update = lambda choice, drafting: taken.append(number)  # type: ignore[method-assign, assignment]
     table = [7, 8, 9, 0, 0, 0, 0, 0, 2, 1, 3, 0]
-    for number in range(1, 2 * DECIDE_EVERY + 2):
+    for number in range(1, 2 * adaptive.DECIDE_EVERY + 2):
         before = sizing.policy.own.copy()
         sizing.update(StepResult.of_table(np.array([table])), number, 1 if number == 2 else 4)
         assert (sizing.policy.own == before) == (number == 2)
-    assert taken == [1, 1 + DECIDE_EVERY, 1 + 2 * DECIDE_EVERY] and sizing.policy.choice == 2
+    assert taken == [1, 1 + adaptive.DECIDE_EVERY, 1 + 2 * adaptive.DECIDE_EVERY] and sizing.policy.choice == 2
 
 
 def test_steps_of_one_size_have_nothing_to_choose() -> None:
@@ -213,14 +208,14 @@ def test_drafts_behind_plain_steps_are_those_of_every_run(maker: str) -> None:
     """Catches caches with holes: what a drafter drafts behind a text does not depend on how it was written."""
     asked = requests(1, max_new_tokens=20)
 
-    def drafts(pacing: type[Pacing]) -> dict[tuple[int, ...], list[int]]:
+    def drafts(pacing: type[adaptive.Pacing]) -> dict[tuple[int, ...], list[int]]:
         algorithm = ALL_MAKERS[maker]()
         watched = Watched(algorithm)
         engine = engine_of(algorithm, Setup(max_batch=1, adaptive=True, step_costs=CHEAP), TARGET)
         paced(engine, pacing(sizes_of(engine))).generate(asked)
         return watched.by_text()
 
-    class Whole(Pacing):
+    class Whole(adaptive.Pacing):
         def next(self, requests: int, step_ms: Sequence[float], smaller_pause: float = 1.0) -> int:
             return self._largest
 
@@ -233,7 +228,7 @@ def test_drafts_behind_plain_steps_are_those_of_every_run(maker: str) -> None:
     assert both and all(always[text] == sometimes[text] for text in both)
 
 
-def generated(correct: bool, costs: StepCosts | None, decoys: bool = False) -> dict[str, int]:
+def generated(correct: bool, costs: adaptive.StepCosts | None, decoys: bool = False) -> dict[str, int]:
     """Steps by nodes of a drafter that is always right or always wrong."""
     asked = requests(3, 24)
     texts = scripts(asked, answers(requests(3, 40), Setup(max_length=80), TARGET))
@@ -247,7 +242,7 @@ def generated(correct: bool, costs: StepCosts | None, decoys: bool = False) -> d
 
 def test_a_drafter_that_is_never_right_is_left_alone() -> None:
     steps = generated(correct=False, costs=DEAR)
-    assert steps["8"] == 0 and steps["1"] >= sum(steps.values()) - 10 - EXPLORED_SLOTS
+    assert steps["8"] == 0 and steps["1"] >= sum(steps.values()) - 10 - adaptive.EXPLORED_SLOTS
 
 
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])

@@ -17,32 +17,21 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
 
+from tests.mutants import runner
 from tests.mutants.mutant import Mutant, known
 from tests.mutants.random_mutants import random_mutants
-from tests.mutants.runner import (
-    BROKEN,
-    CAUGHT,
-    CRASHED,
-    SURVIVED,
-    TIMEOUT_S,
-    Outcome,
-    baseline,
-    load_heavy_modules,
-    run_mutant,
-    short,
-)
 
 RANDOM, SEED = 30, 1
 
 
-def _timed(mutant: Mutant, limit_s: float) -> tuple[Outcome, float]:
+def _timed(mutant: Mutant, limit_s: float) -> tuple[runner.Outcome, float]:
     start = time.monotonic()
-    return run_mutant(mutant, limit_s), time.monotonic() - start
+    return runner.run_mutant(mutant, limit_s), time.monotonic() - start
 
 
-def judge(mutants: Sequence[Mutant], jobs: int, limit_s: float) -> list[Outcome]:
+def judge(mutants: Sequence[Mutant], jobs: int, limit_s: float) -> list[runner.Outcome]:
     """Run each of them, print a line for it and the counts, and return what became of them."""
-    counts = Counter(dict.fromkeys((CAUGHT, CRASHED, SURVIVED, BROKEN), 0))
+    counts = Counter(dict.fromkeys((runner.CAUGHT, runner.CRASHED, runner.SURVIVED, runner.BROKEN), 0))
     outcomes = []
     with ThreadPoolExecutor(jobs) as pool:
         for mutant, (outcome, seconds) in zip(
@@ -60,10 +49,10 @@ def failing_without(tests: Iterable[str], jobs: int) -> set[str]:
     """Those of the tests that fail without any mutant, which are printed."""
     each, failing = sorted(set(tests)), dict[str, str]()
     with ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(baseline, filter(None, (each[turn::jobs] for turn in range(jobs)))):
+        for found in pool.map(runner.baseline, filter(None, (each[turn::jobs] for turn in range(jobs)))):
             failing |= found
     if failing:
-        lines = [f"{short(test)}: {problem}" for test, problem in failing.items()]
+        lines = [f"{runner.short(test)}: {problem}" for test, problem in failing.items()]
         print("these tests fail without any mutant:", *lines, sep="\n  ")
     return set(failing)
 
@@ -77,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--random", type=int, help=f"number of random mutants (default: {RANDOM})")
     parser.add_argument("--seed", type=int, default=SEED, help="of the random mutants (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=TIMEOUT_S, help="seconds for the tests of one mutant")
+    parser.add_argument("--limit", type=float, default=runner.TIMEOUT_S, help="seconds for the tests of one mutant")
     options = parser.parse_args(arguments)
     pattern = "*" if options.only is None else options.only
     chosen = [mutant for mutant in known() if fnmatchcase(mutant.path, pattern)]
@@ -85,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not chosen and not number:
         print(f"no mutant is in {options.only!r}", file=sys.stderr)
         return 1
-    load_heavy_modules()
+    runner.load_heavy_modules()
     if chosen and failing_without((test for mutant in chosen for test in mutant.tests), options.jobs):
         return 1
     judged = judge(chosen, options.jobs, options.limit) if chosen else []
@@ -93,9 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{number} random mutants, --random {number} --seed {options.seed}", flush=True)
         outcomes = judge(random_mutants(number, options.seed), options.jobs, options.limit)
         in_vain = failing_without((outcome.test for outcome in outcomes if outcome.test), options.jobs)
-        survived = sum(outcome.status == SURVIVED or outcome.test in in_vain for outcome in outcomes)
+        survived = sum(outcome.status == runner.SURVIVED or outcome.test in in_vain for outcome in outcomes)
         print(f"{survived / number:.1%} of the random mutants survive")
-    return 0 if all(outcome.status == CAUGHT for outcome in judged) else 1
+    return 0 if all(outcome.status == runner.CAUGHT for outcome in judged) else 1
 
 
 if __name__ == "__main__":

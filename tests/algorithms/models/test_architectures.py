@@ -13,14 +13,7 @@ from algorithms.models.architectures import ARCHITECTURES
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import load_target
-from tests.algorithms.tiny_folders import (
-    change_weights,
-    randomise,
-    refusal,
-    small_config,
-    small_dflash_config,
-    write_target,
-)
+from tests.algorithms import tiny_folders
 from tests.algorithms.toy import Setup, autoregressive, requests, run
 
 TOLERANCE = 1e-4
@@ -153,7 +146,7 @@ def theirs(model_type: str, **keys: Any) -> Any:
     }
     config = AutoConfig.for_model(model_type, **{**shape, **keys})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    randomise(model, seed=2)
+    tiny_folders.randomise(model, seed=2)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(3)) / 4)
@@ -208,8 +201,10 @@ def test_dflash_reads_what_transformers_calls_hidden_states(tmp_path: Path) -> N
     model, layers = theirs("qwen3"), (3, 1)
     model.save_pretrained(tmp_path)
     target = load_target(tmp_path, "cpu", torch.float32)
-    drafter = DFlashDrafter(small_dflash_config(target.config, target_layer_ids=layers)).requires_grad_(False)
-    randomise(drafter, seed=2)
+    drafter = DFlashDrafter(tiny_folders.small_dflash_config(target.config, target_layer_ids=layers)).requires_grad_(
+        False
+    )
+    tiny_folders.randomise(drafter, seed=2)
     tokens = torch.arange(9)[None]
     hidden, features = target.model(tokens, DenseMixer(target.config, 9, "cpu"), layers)
     states = model(tokens, output_hidden_states=True).hidden_states
@@ -223,8 +218,8 @@ def test_dflash_reads_what_transformers_calls_hidden_states(tmp_path: Path) -> N
 def test_transformers_loads_what_the_toolkit_writes(tmp_path: Path, architecture: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = small_config(architecture, tie_word_embeddings=True, rope_theta=1e6)
-    ours = write_target(tmp_path, config)
+    config = tiny_folders.small_config(architecture, tie_word_embeddings=True, rope_theta=1e6)
+    ours = tiny_folders.write_target(tmp_path, config)
     tokens = torch.randint(0, config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(4))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     logits = ours.logits(ours(tokens, DenseMixer(config, 9, "cpu"))[0])
@@ -232,7 +227,7 @@ def test_transformers_loads_what_the_toolkit_writes(tmp_path: Path, architecture
 
 
 def test_every_option_has_a_key_in_the_architecture_of_this_toolkit(tmp_path: Path) -> None:
-    config = small_config(
+    config = tiny_folders.small_config(
         "specdec",
         sliding_windows=(None, 3, None, 3),
         soft_cap=20.0,
@@ -242,7 +237,7 @@ def test_every_option_has_a_key_in_the_architecture_of_this_toolkit(tmp_path: Pa
         qkv_bias=True,
         mlp_bias=True,
     )
-    written = write_target(tmp_path, config)
+    written = tiny_folders.write_target(tmp_path, config)
     target = load_target(tmp_path, "cpu", torch.float32)
     assert target.config == config
     for name, tensor in written.state_dict().items():
@@ -267,12 +262,12 @@ def test_shapes_that_an_architecture_cannot_have_are_not_written(
     architecture: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        small_config(architecture, **change).to_hf()
+        tiny_folders.small_config(architecture, **change).to_hf()
 
 
 def test_unknown_architectures_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="model_type 'mamba' is not supported, expected one of .*'mistral', 'qwen2'"):
-        small_config("mamba")
+        tiny_folders.small_config("mamba")
 
 
 @pytest.mark.parametrize(
@@ -298,8 +293,8 @@ def test_what_is_not_supported_is_named(model_type: str, keys: dict[str, Any], s
 def test_grouped_projections_of_another_size_are_refused(tmp_path: Path) -> None:
     model = theirs("qwen3_next", **MODELS["qwen3_next"][0])
     model.save_pretrained(tmp_path)
-    change_weights(tmp_path, model__layers__0__linear_attn__in_proj_ba__weight=torch.zeros(11, 32))
-    refusal(lambda: load_target(tmp_path, "cpu", torch.float32), "in_proj_ba", "12 rows", "[11, 32]")
+    tiny_folders.change_weights(tmp_path, model__layers__0__linear_attn__in_proj_ba__weight=torch.zeros(11, 32))
+    tiny_folders.refusal(lambda: load_target(tmp_path, "cpu", torch.float32), "in_proj_ba", "12 rows", "[11, 32]")
 
 
 @torch.no_grad()
