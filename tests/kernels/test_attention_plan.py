@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec_kernels import attention
-from specdec_kernels.attention.cases_inputs import changed, plan_arguments
+from specdec_kernels.attention.cases_inputs import plan_arguments
 from specdec_kernels.attention.types import WorkShape
 from specdec_kernels.launch import record_launches
 from tests.kernels.attention_truth import DEVICE, inputs
@@ -174,16 +174,6 @@ def test_partial_results_are_bounded(num_nodes: int, splits: int) -> None:
     partial, lse = launches[2].args[:2]
     assert partial.shape == (batch * splits, num_nodes, heads, head_dim)
     assert partial.numel() * 2 + lse.numel() * 4 <= batch * attention.configs.PARTIAL_BYTES
-
-
-def test_a_tile_schedule_of_another_shape_is_refused() -> None:
-    arguments = inputs("chain", 3, (40, 2), split_tokens=16)
-    tile_schedule = attention.plan_attention(**plan_arguments(arguments), impl="triton")
-    with pytest.raises(ValueError, match="window 9 in the call, None in the list"):
-        attention.paged_attention(**changed(arguments, window=9), tile_schedule=tile_schedule, impl="triton")
-    shape = attention.AttentionShape.of(arguments["q"], arguments["kv"])._replace(heads=3)
-    with pytest.raises(ValueError, match="heads: expected a multiple of kv_heads 2, got 3"):
-        attention.plan_attention(arguments["metadata"], shape)
 
 
 def test_a_request_without_rows_has_no_slots() -> None:

@@ -41,18 +41,6 @@ def test_every_public_name_of_a_family_is_a_name_of_the_package(family: str) -> 
     assert all(getattr(specdec_kernels, name) is getattr(module, name) for name in names)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_function_with_cases_is_public(family: str) -> None:
-    cases = import_module(f"specdec_kernels.{family}.cases").CASES
-    assert {case.function for case in cases} - set(public_names(family)) == set()
-
-
-def test_a_star_import_brings_every_name() -> None:
-    namespace: dict[str, object] = {}
-    exec("from specdec_kernels import *", namespace)
-    assert set(specdec_kernels.__all__) <= set(namespace)
-
-
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'no_such_kernel'"):
         specdec_kernels.no_such_kernel  # noqa: B018

@@ -429,41 +429,6 @@ def test_padding_is_never_proposed(order: str, impl: str) -> None:
     assert (draft.parents[0, 4:] == -2).all() and not draft.path_probs[0, 4:].any()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"max_ngram": 64}, "max_ngram: expected 1 to 63, got 64"),
-        ({"order": "lru"}, "order: expected one of latest, frequent, got 'lru'"),
-        ({"lengths": torch.zeros(2, dtype=torch.int64)}, r"lengths: expected shape \[1\], got \[2\]"),
-        ({"history": torch.zeros(12, 2, dtype=torch.int64).t()[:1]}, "history: expected stride 1"),
-    ],
-)
-def test_bad_matches_are_refused(options: dict[str, Any], expected: str) -> None:
-    store, zero = HistoryStore.create(1, 1, 12, "cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
-    given = {"history": zero.expand(1, 12).contiguous(), "lengths": zero, "slots": zero, "num_nodes": 4}
-    with pytest.raises(ValueError, match=expected):
-        kernels.match_histories(store, **(given | {"max_ngram": 3, "order": "latest"} | options))
-
-
-def test_bad_insertions_are_refused() -> None:
-    store, zeros = HistoryStore.create(2, 1, 4, "cpu"), torch.zeros(2, dtype=torch.int64, device="cpu")
-    with pytest.raises(ValueError, match="counts: expected dtype torch.int32"):
-        kernels.insert_histories(store, zeros[:, None].expand(2, 4).contiguous(), zeros, zeros, zeros, 4)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ((0, 4, 9), "got 0 slots, 4 kept histories and 0 of a corpus"),
-        ((60000, 6000, 9), "65536 histories at most, got 60000 slots"),
-        ((1, 1, 1 << 24), "context: expected 1 to 16777215, got 16777216"),
-    ],
-)
-def test_bad_stores_are_refused(sizes: tuple[int, int, int], expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        HistoryStore.create(*sizes, "cpu")
-
-
 def test_the_last_part_of_a_corpus_is_shorter() -> None:
     store = HistoryStore.create(1, 0, 8, DEVICE, ids("abcdefghij"))
     assert store.lengths.tolist() == [0, 8, 2]

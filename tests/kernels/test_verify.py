@@ -219,25 +219,3 @@ def test_known_targets_are_followed_as_their_logits_are(impl: str) -> None:
     names = ("tokens", "tree", "lengths", "max_depth")
     known = kernels.accept_targets(targets=targets, **{name: inputs[name] for name in names}, impl=impl)
     assert same(from_logits, known)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"rule": "greedy"}, "rule 'greedy' samples nothing"),
-        ({"sampling": kernels.SamplingTensors(torch.ones(7))}, "expected seeds and positions, or uniforms"),
-        ({"rule": "block"}, "rule 'block': expected draft_probs, got None"),
-        ({"draft_probs": torch.zeros(7, 5, 100)}, "rule 'target_only' ignores the draft's distribution"),
-        ({"rule": "rejection", "draft_probs": torch.zeros(7, 6, 100)}, r"draft_probs: expected shape \[7, 5, 100\]"),
-        ({"rule": "block", "draft_probs": torch.zeros(7, 5, 100), "uniforms": torch.zeros(7, 6)}, r"\[7, 7\], got"),
-        ({"probs": torch.zeros(7, 6, 100)}, "either logits or probs, got both"),
-        (
-            {"logits": None, "probs": torch.ones(7, 6, 9), "sampling": kernels.SamplingTensors(top_p=torch.ones(7))},
-            "no top_k, top_p or min_p",
-        ),
-    ],
-)
-def test_wrong_input_is_refused(changes: dict[str, Any], message: str) -> None:
-    inputs = next(case for case in CASES if case.name == "accept_sampled").build(Maker.seeded("cpu"))
-    with pytest.raises(ValueError, match=message):
-        kernels.accept(**inputs | changes, impl="reference")
