@@ -187,17 +187,8 @@ class FakePrefillWrapper:
         self.plan_arrays["runs"].copy_(torch.arange(size) < len(tiles))
         offsets = [places[name] for name in ("request", "row_tile", "chunk", "ends", "begins", "size")]
         self._plan_info = [
-            size,
-            sum(self.rows),
-            0,
-            self.row_tile,
-            *offsets,
-            0,
-            0,
-            at,
-            1,
-            int(not p["disable_split_kv"]),
-        ]
+            size, sum(self.rows), 0, self.row_tile, *offsets, 0, 0, at, 1, int(not p["disable_split_kv"]),
+        ]  # fmt: skip
 
     def _stored(self, request: int, count: int, pools: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
         starts = self.buffers[1].tolist()

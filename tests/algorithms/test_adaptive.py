@@ -82,11 +82,8 @@ def sizes_of(engine: Engine) -> tuple[int, ...]:
 
 def test_sizes_are_powers_of_two_and_the_algorithms_own() -> None:
     assert [adaptive.step_sizes(nodes) for nodes in (2, 4, 6, 33)] == [
-        (1, 2),
-        (1, 2, 4),
-        (1, 2, 4, 6),
-        (1, 2, 4, 8, 16, 32, 33),
-    ]
+        (1, 2), (1, 2, 4), (1, 2, 4, 6), (1, 2, 4, 8, 16, 32, 33),
+    ]  # fmt: skip
 
 
 def test_costs_between_the_measured_ones_lie_on_straight_lines() -> None:

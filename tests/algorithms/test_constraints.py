@@ -121,8 +121,7 @@ def test_what_is_written_parses() -> None:
 
 
 @pytest.mark.parametrize(
-    "maker",
-    ["eagle_tree", "mtp_tree", "standalone_tree", "dflash_tree", "dflash_chain", "ngram", "mixed"],
+    "maker", ["eagle_tree", "mtp_tree", "standalone_tree", "dflash_tree", "dflash_chain", "ngram", "mixed"]
 )
 def test_every_algorithm_writes_what_the_loop_writes(maker: str) -> None:
     """Requests with and without grammars side by side, greedy and sampled, rows handed on."""

@@ -61,12 +61,8 @@ def test_predicted_steps_are_the_engines(engine_run: tuple[list[dict[str, Any]],
     """Chains, trees and lookups; the texts are cut into parts that run side by side."""
     engine, folder = engine_run
     shared = [
-        "data=code",
-        "data.limit=2",
-        "runtime.max_batch=4",
-        "sampling.temperature=1",
-        "sampling.max_new_tokens=10",
-    ]
+        "data=code", "data.limit=2", "runtime.max_batch=4", "sampling.temperature=1", "sampling.max_new_tokens=10",
+    ]  # fmt: skip
     only = f"task.only=[{','.join(ONLY)}]"
     code, text, rows, _ = called(tmp_path, "task=replay", *shared, f"task.trace={folder}", only, *METHODS)
     assert code == 0, text

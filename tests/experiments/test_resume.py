@@ -32,17 +32,9 @@ random_place = random.Random(20)
 
 def words(models: Path, *more: str) -> list[str]:
     return [
-        *model_settings(models),
-        "runtime.device=cpu",
-        "runtime.impl=reference",
-        "tracker=none",
-        "data.limit=4",
-        "sampling.max_new_tokens=6",
-        "sampling.temperature=0.8",
-        "runtime.max_batch=2",
-        "task.repeats=1",
-        *more,
-    ]
+        *model_settings(models), "runtime.device=cpu", "runtime.impl=reference", "tracker=none", "data.limit=4",
+        "sampling.max_new_tokens=6", "sampling.temperature=0.8", "runtime.max_batch=2", "task.repeats=1", *more,
+    ]  # fmt: skip
 
 
 @pytest.fixture

@@ -189,11 +189,8 @@ def test_throughput_of_several_methods_decodes_the_baseline_once(run: Run) -> No
 
 def test_the_recipe_of_long_contexts_serves_as_many_prompts_as_run_at_a_time(models: Path, tmp_path: Path) -> None:
     small = (
-        "data.tokens=40",
-        "task.concurrency=[2]",
-        "sampling.max_new_tokens=6",
-        "task.methods.dflash_window.window=16",
-    )
+        "data.tokens=40", "task.concurrency=[2]", "sampling.max_new_tokens=6", "task.methods.dflash_window.window=16",
+    )  # fmt: skip
     cpu = ("runtime.graph=none", "~task.methods.eagle3_chain", "task.methods.dflash_window.window=16")
     done = program.called(tmp_path, "experiment=long_contexts", *model_settings(models), *small, *cpu)
     assert done.returncode == 0, done.stderr
@@ -224,13 +221,9 @@ def test_repeated_requests_have_seeds_of_their_own() -> None:
 
 
 LOSSLESS = (
-    "task=losslessness",
-    "task.only=[standalone_rejection,ngram]",
-    "task.backends=[fa4,hybrid]",
-    "task.page_sizes=[4]",
-    "task.batches=[2]",
-    "task.distribution_draws=200",
-)
+    "task=losslessness", "task.only=[standalone_rejection,ngram]", "task.backends=[fa4,hybrid]", "task.page_sizes=[4]",
+    "task.batches=[2]", "task.distribution_draws=200",
+)  # fmt: skip
 
 
 @pytest.fixture

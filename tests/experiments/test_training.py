@@ -104,14 +104,9 @@ def _settings(**changes: object) -> TrainSettings:
 
 def _target_config(folder: Path, **changes: object) -> target_module.TargetTraining:
     shape = target_module.ShapeSettings(
-        vocab_size=400,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
+        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
     batch = target_module.RowSettings(
         arithmetic_rows=1, drill_rows=1, arithmetic_length=384, code_rows=2, code_length=32
     )
@@ -223,12 +218,9 @@ def _check_logits(folder: Path) -> None:
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 LINEAR = {
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 
-from algorithms.dflash.config import (
-    GRU,
-    HIDDEN,
-    HIDDEN_AND_TOKEN,
-    NEXT,
-    SELECTOR,
-    VANILLA,
-    ConvConfig,
-    HeadConfig,
-)
+from algorithms.dflash.config import GRU, HIDDEN, HIDDEN_AND_TOKEN, NEXT, SELECTOR, VANILLA, ConvConfig, HeadConfig
 from algorithms.dflash.model import DFlashDrafter
 from algorithms.eagle.model import Eagle3Drafter
 from algorithms.models.loading import Target

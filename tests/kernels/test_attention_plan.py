@@ -74,20 +74,14 @@ def test_a_tile_schedule_covers_the_keys_once(
     tuning = dict(block_m=32, block_n=16, first_splits=3, longest_split=longest, max_splits=max_splits)
     metadata = attention.AttentionMetadata(
         page_table=torch.zeros(len(lengths), 194, dtype=torch.int32, device=DEVICE),
-        lengths=torch.tensor(lengths, device=DEVICE),
-        mode="tree",
-        q_lens=torch.tensor(q_lens, dtype=torch.int32, device=DEVICE),
-        tree_width=slots,
-        max_length=3100,
+        lengths=torch.tensor(lengths, device=DEVICE), mode="tree",
+        q_lens=torch.tensor(q_lens, dtype=torch.int32, device=DEVICE), tree_width=slots, max_length=3100,
         window=window,
-    )
+    )  # fmt: skip
     plan = attention.plan_attention(
-        metadata,
-        attention.AttentionShape(70, 4, 2, 64, 16, torch.bfloat16, torch.bfloat16),
-        split_tokens=split_tokens,
-        tuning=tuning,
-        impl="reference",
-    )
+        metadata, attention.AttentionShape(70, 4, 2, 64, 16, torch.bfloat16, torch.bfloat16),
+        split_tokens=split_tokens, tuning=tuning, impl="reference",
+    )  # fmt: skip
     items = plan.items[: int(plan.num_items)].tolist()
     assert len({tuple(item) for item in items}) == len(items)
     assert not plan.items[int(plan.num_items) :].any()

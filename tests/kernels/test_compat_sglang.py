@@ -493,12 +493,9 @@ def test_unpaged_drafts_need_no_lengths_of_pages(impl: str) -> None:
 
 
 @given(
-    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    topk=st.integers(1, 3),
-    steps=st.integers(1, 3),
-    page=st.sampled_from([1, 2, 4]),
-    window=st.sampled_from([0, 2, 5]),
-)
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4), topk=st.integers(1, 3), steps=st.integers(1, 3),
+    page=st.sampled_from([1, 2, 4]), window=st.sampled_from([0, 2, 5]),
+)  # fmt: skip
 def test_decode_indices(impl: str, lengths: list[int], topk: int, steps: int, page: int, window: int) -> None:
     table, rows = pool(len(lengths), 80)
     sink = 1 if window else 0

@@ -114,11 +114,8 @@ def launches_of(num_nodes: int, length: int, heads: int = 128, batch: int = 2) -
     make = dict(device="meta", dtype=torch.bfloat16)
     metadata = AttentionMetadata(
         torch.empty(batch, pages, dtype=torch.int32, device="meta"),
-        torch.empty(batch, dtype=torch.int64, device="meta"),
-        "chain",
-        max_length=length,
-        scale=0.1,
-    )
+        torch.empty(batch, dtype=torch.int64, device="meta"), "chain", max_length=length, scale=0.1,
+    )  # fmt: skip
     latent, rope = torch.empty(batch, num_nodes, heads, 512, **make), torch.empty(batch, num_nodes, heads, 64, **make)
     with record_launches("sm90") as launches:
         mla_attention(latent, rope, torch.empty(pages, 64, 576, **make), metadata)

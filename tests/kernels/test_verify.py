@@ -129,17 +129,11 @@ def one_draft(
     """A chain of one draft over given distributions; the bonus row is the target's too."""
     lengths = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     return kernels.accept(
-        rule,
-        torch.tensor([[0, drafted]], device=DEVICE),
-        kernels.build_chain(lengths, 2, impl="reference"),
-        None,
-        lengths,
-        1,
-        probs=torch.tensor([[target, target]], device=DEVICE),
+        rule, torch.tensor([[0, drafted]], device=DEVICE), kernels.build_chain(lengths, 2, impl="reference"), None,
+        lengths, 1, probs=torch.tensor([[target, target]], device=DEVICE),
         draft_probs=torch.tensor([[draft]], device=DEVICE),
-        uniforms=torch.tensor([uniforms], dtype=torch.float64, device=DEVICE),
-        impl=impl,
-    )
+        uniforms=torch.tensor([uniforms], dtype=torch.float64, device=DEVICE), impl=impl,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -14,25 +14,16 @@ from tests.mutants.mutant import ROOT, Mutant
 _SPEED_ONLY = ("cases*.py", "configs.py", "warmup.py", "__init__.py", "clock.py", "*hopper*.py", "flash*.py")
 """Files of inputs, of launch settings, and of code that the interpreter never runs."""
 _COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
-    ast.Lt: ("<", "<="),
-    ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="),
-    ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="),
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="),
-}
+}  # fmt: skip
 _EXTREMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
 _WHOLE_RUNS = tuple(
     f"tests/algorithms/{name}.py"
     for name in (
-        "engine/test_engine",
-        "test_identity",
-        "test_lookup",
-        "test_constraints",
-        "test_graphs",
-        "test_prefill",
+        "engine/test_engine", "test_identity", "test_lookup", "test_constraints", "test_graphs", "test_prefill",
     )
-)
+)  # fmt: skip
 
 
 def mutated_files() -> list[Path]:

@@ -47,11 +47,8 @@ def test_fewer_nodes_have_fewer_levels() -> None:
     """No path of n nodes is deeper than n - 1."""
     shape = TreeShape(5, 3, 20)
     assert [(each.steps, each.num_nodes) for each in map(shape.limited, (2, 4, 6, 7))] == [
-        (1, 2),
-        (3, 4),
-        (5, 6),
-        (5, 7),
-    ]
+        (1, 2), (3, 4), (5, 6), (5, 7),
+    ]  # fmt: skip
     assert (shape.max_depth, TreeShape(5, 3, 6).max_depth, TreeShape(5, 3, 5).max_depth) == (5, 5, 4)
 
 

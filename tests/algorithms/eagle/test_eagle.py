@@ -88,8 +88,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.mark.parametrize("impl", [None, "reference", "triton"])
 @pytest.mark.parametrize(
-    ("residual", "feedback", "logits"),
-    [(RAW, RAW, NORMED), (NORMED, RAW, RAW), (RAW, NORMED, NORMED)],
+    ("residual", "feedback", "logits"), [(RAW, RAW, NORMED), (NORMED, RAW, RAW), (RAW, NORMED, NORMED)]
 )
 @torch.no_grad()
 def test_a_level_is_the_head_over_the_features_of_its_parents(
@@ -120,12 +119,9 @@ def test_what_is_written_reads_back() -> None:
         for feedback, logits in ((RAW, NORMED), (RAW, RAW), (NORMED, NORMED)):
             for residual, mask_token_id in ((RAW, None), (NORMED, 7)):
                 config = eagle3_config(
-                    feature_norm=feature_norm,
-                    feedback=feedback,
-                    logits=logits,
-                    residual=residual,
+                    feature_norm=feature_norm, feedback=feedback, logits=logits, residual=residual,
                     mask_token_id=mask_token_id,
-                )
+                )  # fmt: skip
                 assert Eagle3Config.from_hf(config.to_hf()) == config
     published = {**eagle3_config().to_hf(), "fc_norm": True}
     assert Eagle3Config.from_hf(published).feedback == RAW

@@ -43,11 +43,8 @@ def test_drafts_come_with_their_place_in_the_tree() -> None:
     """Node 3 is not in the tree; the accepted path is nodes 2 and 4, whose tokens other nodes have too."""
     table = [8, 7, 5, *bits(0.0, 0.0, 0.0), 2, 1, 4, 1]
     nodes = [
-        [1, 7, 8, 0, 7, 8],
-        [-1, 0, 0, -1, 2, 2],
-        bits(0, -1, -2, 0, -3, float("-inf")),
-        bits(1, 0.5, 0.5, 0, -1, 0),
-    ]
+        [1, 7, 8, 0, 7, 8], [-1, 0, 0, -1, 2, 2], bits(0, -1, -2, 0, -3, float("-inf")), bits(1, 0.5, 0.5, 0, -1, 0),
+    ]  # fmt: skip
     result = StepResult.of_table(np.array([[*table, *(entry for row in nodes for entry in row)]]), num_drafts=24)
     assert result.drafts_of(0) == [
         Draft(7, -1, False, -1.0, 0.5),

@@ -13,13 +13,10 @@ from tests.algorithms.tiny_folders import randomise, small_config
 
 BATCH, LENGTH = 2, 11
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"sliding_windows": (None, 1, 3, 40)},
-    "soft cap": {"soft_cap": 1.5},
-    "scale": {"scale": 0.7},
-    "sinks": {"sinks": True},
+    "plain": {}, "window": {"sliding_windows": (None, 1, 3, 40)}, "soft cap": {"soft_cap": 1.5},
+    "scale": {"scale": 0.7}, "sinks": {"sinks": True},
     "all": {"sliding_windows": (4,) * 4, "soft_cap": 0.8, "scale": 0.5, "sinks": True},
-}
+}  # fmt: skip
 
 
 def rotated(x: Tensor, position: int, theta: float) -> Tensor:

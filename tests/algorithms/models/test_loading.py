@@ -344,11 +344,7 @@ def test_dflash_layers_and_cap_by_their_other_names() -> None:
 
 def test_target_given_as_drafter(target_folder: Path) -> None:
     target = load(target_folder)
-    tiny_folders.refusal(
-        lambda: load_dflash(target_folder, target),
-        "not a DFlash drafter",
-        "Qwen3ForCausalLM",
-    )
+    tiny_folders.refusal(lambda: load_dflash(target_folder, target), "not a DFlash drafter", "Qwen3ForCausalLM")
 
 
 def test_other_tokenizer_of_equal_size_does_not_fit(target_folder: Path, drafter_folder: Path) -> None:

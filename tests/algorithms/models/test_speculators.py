@@ -18,14 +18,9 @@ CONFIG: dict[str, Any] = {
 
 def test_decoder_keys_come_beside_the_writers_own() -> None:
     assert flatten(CONFIG) == {
-        "architectures": ["DFlashSpeculator"],
-        "block_size": 8,
-        "hidden_size": 64,
-        "kind": "dflash",
-        "model_type": "qwen3",
-        "num_hidden_layers": 5,
-        "speculative_tokens": 7,
-    }
+        "architectures": ["DFlashSpeculator"], "block_size": 8, "hidden_size": 64, "kind": "dflash",
+        "model_type": "qwen3", "num_hidden_layers": 5, "speculative_tokens": 7,
+    }  # fmt: skip
 
 
 def test_decoder_says_its_own_type_and_rotary_parameters() -> None:

@@ -56,14 +56,10 @@ def test_aligned_sums_go_through_the_memory_of_all(
 @pytest.mark.parametrize(
     ("rows", "on_gpu", "width", "asked"),
     [
-        (1, True, None, (128, 8)),
-        (128, True, None, (128, 8)),
-        (129, True, None, None),
-        (129, True, 2, (2048, 2)),
-        (2049, True, 2, None),
-        (3, False, None, None),
+        (1, True, None, (128, 8)), (128, True, None, (128, 8)), (129, True, None, None), (129, True, 2, (2048, 2)),
+        (2049, True, 2, None), (3, False, None, None),
     ],
-)
+)  # fmt: skip
 def test_few_rows_are_exchanged_inside_a_kernel(
     monkeypatch: pytest.MonkeyPatch, rows: int, on_gpu: bool, width: int | None, asked: tuple[int, int] | None
 ) -> None:

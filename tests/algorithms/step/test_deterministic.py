@@ -53,19 +53,10 @@ class Runs:
         self.model = target.model.to(DEVICE, DTYPE)
         backend = backends()["fa4"]
         resources = Resources(
-            target=target,
-            backend=backend(backend.Config(), "triton", True),
-            device=torch.device(DEVICE),
-            dtype=DTYPE,
-            kv_dtype=DTYPE,
-            num_pages=2 * PAGES,
-            page_size=PAGE,
-            context=PAGE * PAGES,
-            max_batch=2,
-            impl="triton",
-            fused=True,
-            deterministic=True,
-        )
+            target=target, backend=backend(backend.Config(), "triton", True), device=torch.device(DEVICE), dtype=DTYPE,
+            kv_dtype=DTYPE, num_pages=2 * PAGES, page_size=PAGE, context=PAGE * PAGES, max_batch=2, impl="triton",
+            fused=True, deterministic=True,
+        )  # fmt: skip
         resources.choose_forward(self.model)
         self.memory: Any = (
             LatentMemory(target.config, LATENT, resources)
