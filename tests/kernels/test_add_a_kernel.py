@@ -88,7 +88,7 @@ def test_a_family_without_its_line_in_the_facade_is_noticed(tree: Path) -> None:
     whole = facade.read_text(encoding="utf-8")
     facade.write_text(re.sub(rf".*{re.escape(FILES[FACADE])}", "", whole), encoding="utf-8")
     try:
-        done = run(tree, "-m", "pytest", "-q", "tests/kernels/test_facade.py")
+        done = run(tree, "-m", "pytest", "-q", "tests/kernels/test_family_layout.py")
     finally:
         facade.write_text(whole, encoding="utf-8")
     assert done.returncode == 1 and "test_type_checkers_see_every_family" in done.stdout, done.stdout

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algorithms.drafting.level_drafter import NORMED, RAW
 from algorithms.eagle import loading
@@ -47,13 +47,7 @@ def write_eagle(folder: Path, config: EagleConfig, own_embedding: bool = True, p
     folder.mkdir(parents=True)
     drafter = EagleDrafter(config, own_embedding).requires_grad_(False)
     tiny_folders.randomise(drafter, 3)
-    tensors = dict(drafter.state_dict())
-    tiny_folders.write_json(folder / "config.json", {**config.to_hf(), "architectures": ["LlamaForCausalLM"]})
-    if pickled:
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        tiny_folders.write_weights(folder, tensors)
-    return tensors
+    return write_head(folder, {**config.to_hf(), "architectures": ["LlamaForCausalLM"]}, drafter, pickled)
 
 
 def write_eagle3(folder: Path, config: Eagle3Config, pickled: bool = False, **flags: bool) -> Weights:
@@ -64,8 +58,12 @@ def write_eagle3(folder: Path, config: Eagle3Config, pickled: bool = False, **fl
         drafter.norm.weight.fill_(1)
     if config.reduced:
         drafter.set_vocabulary(vocabulary(config.decoder.vocab_size))
+    return write_head(folder, config.to_hf(), drafter, pickled)
+
+
+def write_head(folder: Path, config: dict[str, Any], drafter: nn.Module, pickled: bool) -> Weights:
     tensors = dict(drafter.state_dict())
-    tiny_folders.write_json(folder / "config.json", config.to_hf())
+    tiny_folders.write_json(folder / "config.json", config)
     if pickled:
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
@@ -207,65 +205,49 @@ def test_eagle3_of_another_width_with_its_own_embedding(tmp_path: Path, target: 
     assert drafter.embed(torch.tensor([3])).shape == (1, 48)
 
 
-@pytest.mark.parametrize(
-    ("edits", "parts"),
-    [
-        ({"fc__bias": None}, ("lack tensors", "fc.bias")),
-        ({"fc__weight": torch.zeros(32, 63)}, ("'fc.weight'", "[32, 64]", "[32, 63]")),
-        ({"layers__0__input_layernorm__weight": torch.ones(32)}, ("unknown", "input_layernorm")),
-        ({"fc__weight": None}, ("not an EAGLE head", "architectures")),
-    ],
-    ids=["missing", "wrong size", "an input norm it must not have", "no fusion"],
-)
-def test_unfit_eagle_weights(tmp_path: Path, target: Target, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
-    write_eagle(tmp_path / "head", EagleConfig(head_config()))
-    tiny_folders.change_weights(tmp_path / "head", **edits)
-    tiny_folders.refusal(lambda: load_eagle(tmp_path / "head", target), *parts)
+OF_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize(
-    ("edits", "parts"),
+    ("kind", "weights", "keys", "parts"),
     [
-        ({"d2t": None}, ("lack tensors", "d2t")),
-        ({"d2t": torch.zeros(DRAFT_VOCAB)}, ("'d2t'", "dtype", "I64")),
-        ({"d2t": vocabulary(272)}, ("vocabulary contradicts itself", "t2d marks 40 ids")),
-        ({"lm_head__weight": torch.zeros(DRAFT_VOCAB + 1, 32)}, ("'lm_head.weight'", "[40, 32]", "[41, 32]")),
-        ({"lm_head__weight": None}, ("do not fit", "draft_vocab_size", "272", "40")),
-        ({"midlayer__self_attn__q_proj__weight": torch.zeros(64, 32)}, ("q_proj", "[64, 64]", "[64, 32]")),
-    ],
-    ids=["no map", "map of floats", "ids for offsets", "head too large", "no head", "q of one width"],
-)
-def test_unfit_eagle3_weights(tmp_path: Path, target: Target, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
-    write_eagle3(tmp_path / "head", eagle3_config())
-    tiny_folders.change_weights(tmp_path / "head", **edits)
-    tiny_folders.refusal(lambda: load_eagle3(tmp_path / "head", target), *parts)
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"target_hidden_size": 64}, ("do not fit", "target_hidden_size", "32", "64")),
-        ({"vocab_size": 300}, ("do not fit", "vocab_size", "272", "300")),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, ("target layers", "0 to 7", "[1, 3, 8]")),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, ("'fc.weight'", "[32, 64]", "[32, 96]")),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, ("at least one layer",)),
-        ({"draft_vocab_size": 400}, ("draft_vocab_size", "272", "400")),
-        ({"norm_before_fc": True}, ("lack tensors", "input_norm.weight")),
-        ({"norm_before_fc": True, "fc_norm": True}, ("one of them at most",)),
-        *[({key: 1}, ("not supported", f"{key}=1")) for key in GUARDED],
-        ({"final_logit_softcapping": 30.0}, ("not supported", "final_logit_softcapping=30.0")),
+        ("EAGLE", {"fc__bias": None}, {}, ("lack tensors", "fc.bias")),
+        ("EAGLE", {"fc__weight": torch.zeros(32, 63)}, {}, ("'fc.weight'", "[32, 64]", "[32, 63]")),
+        ("EAGLE", {"layers__0__input_layernorm__weight": torch.ones(32)}, {}, ("unknown", "input_layernorm")),
+        ("EAGLE", {"fc__weight": None}, {}, ("not an EAGLE head", "architectures")),
+        ("EAGLE", {}, {"draft_vocab_size": 40}, ("draft_vocab_size", "272", "40")),
+        ("EAGLE-3", {"d2t": None}, {}, ("lack tensors", "d2t")),
+        ("EAGLE-3", {"d2t": torch.zeros(DRAFT_VOCAB)}, {}, ("'d2t'", "dtype", "I64")),
+        ("EAGLE-3", {"d2t": vocabulary(272)}, {}, ("vocabulary contradicts itself", "t2d marks 40 ids")),
+        ("EAGLE-3", {"lm_head__weight": torch.zeros(41, 32)}, {}, ("'lm_head.weight'", "[40, 32]", "[41, 32]")),
+        ("EAGLE-3", {"lm_head__weight": None}, {}, ("do not fit", "draft_vocab_size", "272", "40")),
+        (
+            "EAGLE-3",
+            {"midlayer__self_attn__q_proj__weight": torch.zeros(64, 32)},
+            {},
+            ("q_proj", "[64, 64]", "[64, 32]"),
+        ),
+        ("EAGLE-3", {}, {"target_hidden_size": 64}, ("do not fit", "target_hidden_size", "32", "64")),
+        ("EAGLE-3", {}, {"vocab_size": 300}, ("do not fit", "vocab_size", "272", "300")),
+        ("EAGLE-3", {}, {"eagle_config": {OF_LAYERS: [1, 3, 8]}}, ("target layers", "0 to 7", "[1, 3, 8]")),
+        ("EAGLE-3", {}, {"eagle_config": {OF_LAYERS: [1, 3]}}, ("'fc.weight'", "[32, 64]", "[32, 96]")),
+        ("EAGLE-3", {}, {"eagle_config": {OF_LAYERS: []}}, ("at least one layer",)),
+        ("EAGLE-3", {}, {"draft_vocab_size": 400}, ("draft_vocab_size", "272", "400")),
+        ("EAGLE-3", {}, {"norm_before_fc": True}, ("lack tensors", "input_norm.weight")),
+        ("EAGLE-3", {}, {"norm_before_fc": True, "fc_norm": True}, ("one of them at most",)),
+        *[("EAGLE-3", {}, {key: 1}, ("not supported", f"{key}=1")) for key in GUARDED],
+        ("EAGLE-3", {}, {"final_logit_softcapping": 30.0}, ("not supported", "final_logit_softcapping=30.0")),
     ],
 )
-def test_unfit_eagle3_config(tmp_path: Path, target: Target, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
-    write_eagle3(tmp_path / "head", eagle3_config())
-    tiny_folders.edit_json(tmp_path / "head" / "config.json", **changes)
-    tiny_folders.refusal(lambda: load_eagle3(tmp_path / "head", target), *parts)
-
-
-def test_eagle_predicts_all_tokens(tmp_path: Path, target: Target) -> None:
-    write_eagle(tmp_path / "head", EagleConfig(head_config()))
-    tiny_folders.edit_json(tmp_path / "head" / "config.json", draft_vocab_size=40)
-    tiny_folders.refusal(lambda: load_eagle(tmp_path / "head", target), "draft_vocab_size", "272", "40")
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, target: Target, kind: str, weights: Any, keys: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    """Heads whose tensors or config keys are changed."""
+    folder = tmp_path / "head"
+    write_eagle(folder, EagleConfig(head_config())) if kind == "EAGLE" else write_eagle3(folder, eagle3_config())
+    tiny_folders.change_weights(folder, **weights)
+    tiny_folders.edit_json(folder / "config.json", **keys)
+    tiny_folders.refusal(lambda: loading.load_eagle(folder, target, kind), *parts)
 
 
 def test_default_layers_of_a_shallow_target(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
-"""Checkpoints: what loads, and that each damaged or unfit folder is refused with the file, the tensor and the
-fix.
-"""
+"""Checkpoints: what their headers say, what loads, and that each damaged or unfit folder is refused with the file, the
+tensor and the fix."""
 
 import json
 from pathlib import Path
@@ -8,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from algorithms.dflash.config import DFlashConfig
 from algorithms.dflash.loading import load_dflash
 from algorithms.models import folder as folder_module
 from algorithms.models.config import DecoderConfig
+from algorithms.models.folder import ModelError
 from algorithms.models.loading import Target, load_target, resolve_folder
+from algorithms.models.loading.stored import stored_tensors, without_model
 from tests.algorithms import tiny_folders
 
 WEIGHTS = "model.safetensors"
@@ -358,3 +359,39 @@ def test_duplicate_names_under_the_optional_prefix(target_folder: Path, drafter_
     tiny_folders.write_weights(drafter_folder, {**tensors, "model.fc.weight": torch.zeros(32, 64)})
     target = load(target_folder)
     tiny_folders.refusal(lambda: load_dflash(drafter_folder, target), "twice", "fc.weight and model.fc.weight")
+
+
+TENSORS = {
+    "model.fc.weight": torch.arange(6.0).view(2, 3).half(),
+    "norm.weight": torch.ones(3),
+    "d2t": torch.tensor([4, 7]),
+}
+SAID = {"fc.weight": ((2, 3), "F16"), "norm.weight": ((3,), "F32"), "d2t": ((2,), "I64")}
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_file_says_what_it_holds(tmp_path: Path, pickled: bool) -> None:
+    """Names are without the prefix, and a tensor knows the one that the file has for it."""
+    path = tmp_path / ("pytorch_model.bin" if pickled else "model.safetensors")
+    torch.save(TENSORS, path) if pickled else save_file(TENSORS, path)
+    found = stored_tensors(tmp_path, without_model, pickles=pickled)
+    assert {name: (each.shape, each.dtype) for name, each in found.items()} == SAID
+    for each in found.values():
+        assert each.file == path and torch.equal(each.read(), TENSORS[each.name])
+    assert {each.name for each in found.values()} == set(TENSORS)
+
+
+def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
+    names = list(TENSORS)
+    for number, part in enumerate((names[:1], names[1:])):
+        save_file({name: TENSORS[name] for name in part}, tmp_path / f"part-{number}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"model.fc.weight": "part-0.safetensors", "d2t": "part-1.safetensors"}}')
+    found = stored_tensors(tmp_path)
+    assert {name: each.file.name for name, each in found.items()} == {
+        "model.fc.weight": "part-0.safetensors",
+        "d2t": "part-1.safetensors",
+    }
+    index.write_text('{"weight_map": {"d2t": "part-0.safetensors"}}')
+    with pytest.raises(ModelError, match="tensor 'd2t' is missing from its shard"):
+        stored_tensors(tmp_path)

@@ -164,16 +164,6 @@ def test_the_kernels_draft_the_same(mimo: Target) -> None:
     check_kernels(lambda: MTP(MTP.Config(steps=2), mimo, None), mimo, fused=True)
 
 
-def test_wrong_conventions_show(mimo: Target) -> None:
-    """Swapped halves, another stream of the target, another stream fed back: each gives other logits."""
-    text, drafts = [5, 9, 2, 44, 17], [3, 8, 11]
-    right = Original(mimo, mimo.path, PREFIX, hidden_first=True).logits(text, drafts)
-    for change in (dict(hidden_first=False), dict(raw_hidden=True), dict(norm_offset=1.0), dict(raw_feedback=True)):
-        conventions: dict[str, Any] = {"hidden_first": True, **change}
-        found = Original(mimo, mimo.path, PREFIX, **conventions).logits(text, drafts)
-        assert (found - right).abs().max() > 1e-2, conventions
-
-
 def test_norms_that_are_stored_as_differences(mimo: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     family = replace(BY_MODEL_TYPE["mimo"], norm_offset=1.0)
     monkeypatch.setitem(BY_MODEL_TYPE, "mimo", family)
