@@ -34,21 +34,6 @@ def test_draft_sampling_and_rule_follow_from_each_other(
     assert (sampling.kind, sampling.rule) == found
 
 
-@pytest.mark.parametrize(
-    "kind, rule, chain, message",
-    [
-        ("gumbel", None, True, "algo.draft_sampling: expected one of topk, without_replacement, sample, got 'gumbel'"),
-        (None, "greedy", True, "algo.rule: expected one of target_only, block, rejection for a chain, got 'greedy'"),
-        ("without_replacement", None, True, "samples siblings: expected algo.topk above 1, got a chain"),
-        ("topk", "block", True, "expected one of target_only for a chain with algo.draft_sampling=topk, got 'block'"),
-        ("without_replacement", "k_seq", False, "for a tree with algo.draft_sampling=without_replacement, got 'k_seq'"),
-    ],
-)
-def test_settings_that_do_not_fit(kind: str | None, rule: str | None, chain: bool, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DraftSampling.of(kind, rule, chain)
-
-
 @pytest.mark.parametrize("size", [(3, 3, 12), (6, 4, 9), (15, 2, 14)])
 def test_the_nodes_of_a_shape_are_those_reached_most_often(size: tuple[int, int, int]) -> None:
     """Against a search that takes the likeliest allowed node each time, one after the other."""
@@ -99,23 +84,6 @@ def test_a_tree_has_all_candidates_or_32_nodes(steps: int, topk: int, nodes: int
     shape = TreeShape.of(steps, topk, None)
     assert (shape.num_nodes, shape.chain) == (nodes, topk == 1)
     assert nodes <= 1 + shape.num_candidates == 1 + topk + (steps - 1) * topk**2
-
-
-@pytest.mark.parametrize(
-    ("steps", "topk", "nodes", "message"),
-    [
-        (0, 1, None, "algo.steps: expected at least 1, got 0"),
-        (0, 0, None, "algo.steps: expected at least 1, got 0"),
-        (2, 0, None, "algo.topk: expected 1 to 64, got 0"),
-        (2, 65, 8, "algo.topk: expected 1 to 64, got 65"),
-        (2, 2, 1, "2 steps with topk 2 draft 2 to 7 nodes, node 0 included, got 1"),
-        (2, 2, 8, "2 steps with topk 2 draft 2 to 7 nodes, node 0 included, got 8"),
-        (9, 10, 257, "9 steps with topk 10 draft 2 to 256 nodes, node 0 included, got 257"),
-    ],
-)
-def test_sizes_that_no_tree_has(steps: int, topk: int, nodes: int | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TreeShape.of(steps, topk, nodes)
 
 
 def test_fewer_nodes_have_fewer_levels() -> None:

@@ -135,18 +135,6 @@ def test_trees_that_do_not_exist(nodes: int, depth: int, chain: bool, expected: 
         check_tree(algorithm)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (dict(prefill_chunk=0), "prefill_chunk: expected at least 1, got 0"),
-        (dict(prefill_ahead=-1), "prefill_ahead: expected at least 0 or null, got -1"),
-    ],
-)
-def test_settings_out_of_range(setting: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=f"{message}$"):
-        RuntimeSettings(**setting)
-
-
 def test_an_interrupted_run_gives_its_pages_back() -> None:
     engine = toy.engine_of(toy.autoregressive(TARGET), toy.Setup(), TARGET)
 

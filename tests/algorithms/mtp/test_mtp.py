@@ -204,12 +204,3 @@ def test_a_target_without_a_head_is_refused(tmp_path: Path, mimo: Target) -> Non
     tiny_folders.refusal(lambda: load_mtp(None, bare), "the target has no MTP head", PREFIX)
     head = write_speculators(tmp_path / "head")
     tiny_folders.refusal(lambda: load_mtp(head, target), "do not fit", "vocab_size")
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="algo.hidden_in: expected one of raw, normed, got 'plain'"):
-        MTP.Config(hidden_in="plain")
-    with pytest.raises(ValueError, match="feedback=raw: expected one MTP layer"):
-        MTPConfig(MIMO, feedback="raw")
-    with pytest.raises(ValueError, match="first: expected one of embedding, hidden"):
-        MTPConfig(replace(MIMO, num_layers=1), first="both")
