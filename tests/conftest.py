@@ -1,7 +1,5 @@
 """Suite-wide settings: the interpreter where there is no GPU, and one hypothesis profile."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

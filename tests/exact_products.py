@@ -1,7 +1,5 @@
 """Matrix products of the interpreter that give a row the same bits wherever it stands in its tile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

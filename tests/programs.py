@@ -5,8 +5,6 @@ for each program. Nothing of this repository is imported before the fork, and ne
 TRITON_INTERPRET as it is imported: for the program these imports are only shorter. The server has no threads.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -1,7 +1,5 @@
 """The pages in docs/ name what exists."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from importlib import import_module

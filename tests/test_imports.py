@@ -1,7 +1,5 @@
 """Imports point down: kernels know no model, the shared rooms no algorithm, algorithms no experiment."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

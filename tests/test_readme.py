@@ -7,8 +7,6 @@ The first one runs in a shell. The others run in processes that are forked behin
 suite inside itself. Any other kind of command is refused.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Random drafters for the modules that ask for them by `pytestmark = pytest.mark.usefixtures("random_drafters")`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

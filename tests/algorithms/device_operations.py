@@ -1,7 +1,5 @@
 """Counts operations of torch that would launch a kernel on a GPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every algorithm with random models, and a way to make its drafts right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

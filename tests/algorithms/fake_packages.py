@@ -5,8 +5,6 @@ another name, dtype, shape or device, and does dense attention in float64 from n
 that passes wrong indices, lengths, masks or alignments gives wrong results here as it would on a GPU.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -94,7 +92,7 @@ class FakePrefillWrapper:
     that the first plan chose. With `use_cuda_graph` its launches read lengths, pages and masks in the buffers that it
     was given, and how keys are split in the memory of its plan, as they are when a launch runs."""
 
-    made: list[FakePrefillWrapper] = []
+    made: "list[FakePrefillWrapper]" = []
     BUFFERS = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -189,17 +187,8 @@ class FakePrefillWrapper:
         self.plan_arrays["runs"].copy_(torch.arange(size) < len(tiles))
         offsets = [places[name] for name in ("request", "row_tile", "chunk", "ends", "begins", "size")]
         self._plan_info = [
-            size,
-            sum(self.rows),
-            0,
-            self.row_tile,
-            *offsets,
-            0,
-            0,
-            at,
-            1,
-            int(not p["disable_split_kv"]),
-        ]
+            size, sum(self.rows), 0, self.row_tile, *offsets, 0, 0, at, 1, int(not p["disable_split_kv"]),
+        ]  # fmt: skip
 
     def _stored(self, request: int, count: int, pools: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
         starts = self.buffers[1].tolist()

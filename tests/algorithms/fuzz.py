@@ -14,8 +14,6 @@ may draw; an answer that has ended is in its grammar; pages and slots are accoun
 is written to a free page; a failed allocation ends its session, and the engine serves the next one.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import time

@@ -1,7 +1,5 @@
 """What a round of the fuzz draws: an algorithm, sizes and settings of an engine, and requests."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """What must hold of an engine after every step of the fuzz."""
 
-from __future__ import annotations
-
 from algorithms.engine.engine import Engine
 from algorithms.engine.request import Completion
 from algorithms.engine.scheduler import Scheduler

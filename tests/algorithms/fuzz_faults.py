@@ -1,7 +1,5 @@
 """Faults that the fuzz injects into an engine: logits of requests that turn to NaN, and one allocation that fails."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Random targets whose layers are not all attention and SwiGLU, and the check that drafts change nothing of what a
 target writes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,15 +34,12 @@ KINDS: dict[str, dict[str, Any]] = {
         num_layers=3, mixings=(LINEAR, None, LINEAR), gated_attention=True, architecture="qwen3_5_text"
     ),
     "linear, attention and experts": dict(
-        num_layers=3,
-        mixings=(LINEAR, None, LINEAR),
-        mlps=(SHARED, SHARED, None),
-        gated_attention=True,
+        num_layers=3, mixings=(LINEAR, None, LINEAR), mlps=(SHARED, SHARED, None), gated_attention=True,
         architecture="qwen3_next",
     ),
     "latent": dict(num_layers=2, mixings=(LATENT,) * 2),
     "latent and attention": dict(num_layers=3, mixings=(None, LATENT, None), sliding_windows=(6, None, None)),
-}
+}  # fmt: skip
 
 
 def target_of(kind: str) -> Target:

@@ -1,7 +1,5 @@
 """What drafters of published folders draft through the engine, against the equations of their writers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 

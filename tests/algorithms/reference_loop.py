@@ -1,7 +1,5 @@
 """Decoding by a loop without drafts and caches: what every algorithm writes, whatever the sampling parameters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache

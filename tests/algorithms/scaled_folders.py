@@ -1,7 +1,5 @@
 """Writes small random targets whose layers have float8 weights, as they are published."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,9 @@ from algorithms.models.scaled_linear import quantised_blocks
 from tests.algorithms.tiny_folders import small_config, write_json, write_target, write_weights
 
 BLOCKS: dict[str, Any] = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
     "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.down_proj"],
-}
+}  # fmt: skip
 ROWS: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",

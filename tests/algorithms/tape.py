@@ -1,8 +1,6 @@
 """A stand-in for CUDA graphs where there is no GPU: what the work does on tensors is recorded and done again, and no
 code of the host runs again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tests.algorithms.device_operations import OperationMode
 
 _READS_BACK = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select"}
-_tape: Tape | None = None
+_tape: "Tape | None" = None
 
 
 def device_work(work: Callable[[], None]) -> None:

@@ -1,7 +1,5 @@
 """Steps whose size is chosen: the text stays the target's own, and the choice is the one that pays."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence
@@ -16,20 +14,7 @@ from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from algorithms.engine.transfers import StepResult
 from algorithms.standalone import Standalone
-from algorithms.step.adaptive import (
-    DECIDE_EVERY,
-    EXPLORATION_SHARE,
-    EXPLORED_SLOTS,
-    KNOWN_STEPS,
-    LEAST_PAUSE,
-    LEAST_STEPS,
-    NO_DRAFT,
-    SMALLER_PAUSE,
-    Pacing,
-    Sizing,
-    StepCosts,
-    step_sizes,
-)
+from algorithms.step import adaptive
 from algorithms.step.runner import StepRunner
 from tests.algorithms.drafters import ALL_MAKERS, KINDS, TARGET, Watched, hinted
 from tests.algorithms.test_mixed_prefill import Rides
@@ -71,7 +56,7 @@ def reference() -> tuple[list[Request], list[list[int]], list[list[int]]]:
     return asked, [ids[:end] for ids, end in zip(written, ends, strict=True)], scripts(free, written)
 
 
-class Random(Pacing):
+class Random(adaptive.Pacing):
     """Takes any size at any time, and plain steps for a while."""
 
     def __init__(self, nodes: Sequence[int], seed: int = 3) -> None:
@@ -85,14 +70,14 @@ class Random(Pacing):
     def next(self, requests: int, step_ms: Sequence[float], smaller_pause: float = 1.0) -> int:
         if self._num_plain:
             self._num_plain -= 1
-            return NO_DRAFT
+            return adaptive.NO_DRAFT
         if self._random.random() < 0.3:
             self._num_plain = self._random.choice((0, 2, COLUMNS + 1))
-            return NO_DRAFT
+            return adaptive.NO_DRAFT
         return self._random.randint(1, self._num_sizes)
 
 
-def paced(engine: Engine, pacing: Pacing) -> Engine:
+def paced(engine: Engine, pacing: adaptive.Pacing) -> Engine:
     assert engine.parts.sizing is not None
     engine.parts.sizing.pacing = pacing
     return engine
@@ -104,31 +89,33 @@ def sizes_of(engine: Engine) -> tuple[int, ...]:
 
 
 def test_sizes_are_powers_of_two_and_the_algorithms_own() -> None:
-    assert [step_sizes(nodes) for nodes in (2, 4, 6, 33)] == [(1, 2), (1, 2, 4), (1, 2, 4, 6), (1, 2, 4, 8, 16, 32, 33)]
+    assert [adaptive.step_sizes(nodes) for nodes in (2, 4, 6, 33)] == [
+        (1, 2), (1, 2, 4), (1, 2, 4, 6), (1, 2, 4, 8, 16, 32, 33),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("rows", "cost", "pause", "trials"), [(1, 1.01, LEAST_PAUSE, 4), (1, 1.5, 267, 4), (8, 3, 267, 1)]
+    ("rows", "cost", "pause", "trials"), [(1, 1.01, adaptive.LEAST_PAUSE, 4), (1, 1.5, 267, 4), (8, 3, 267, 1)]
 )
 def test_drafting_is_tried_again_as_rarely_as_it_costs(rows: int, cost: float, pause: int, trials: int) -> None:
-    pacing, step_ms = Pacing((1, 2, 4)), [1.0, cost, 9.0]
-    pacing.update(NO_DRAFT, 1)
+    pacing, step_ms = adaptive.Pacing((1, 2, 4)), [1.0, cost, 9.0]
+    pacing.update(adaptive.NO_DRAFT, 1)
     taken = [pacing.next(rows, step_ms) for _ in range(2 * (pause + trials))]
-    assert taken == ([NO_DRAFT] * pause + [1] * trials) * 2
+    assert taken == ([adaptive.NO_DRAFT] * pause + [1] * trials) * 2
     pacing.update(2, 2)
     assert pacing.next(rows, step_ms) == 2
 
 
-@pytest.mark.parametrize(("cost", "every"), [(1.005, LEAST_STEPS), (1.5, 67)])
+@pytest.mark.parametrize(("cost", "every"), [(1.005, adaptive.LEAST_STEPS), (1.5, 67)])
 def test_a_larger_size_is_tried_as_rarely_as_it_costs(cost: float, every: int) -> None:
-    pacing, step_ms = Pacing((1, 2, 4, 8)), [1.0, 1.1, 2.0, 2.0 * cost]
+    pacing, step_ms = adaptive.Pacing((1, 2, 4, 8)), [1.0, 1.1, 2.0, 2.0 * cost]
     pacing.update(2, 2)
     assert _steps_of(pacing, 3, step_ms, 2 * every) == [every, 2 * every]
 
 
 def test_a_smaller_size_is_tried_soon_and_then_rarely() -> None:
     """Where real steps are timed, and its steps could be so cheap that it were the better one."""
-    sizing = Sizing(8, (1,))
+    sizing = adaptive.Sizing(8, (1,))
     sizing.set_costs(lambda slots, nodes: {1: 1.0, 2: 1.2, 4: 1.7, 8: 2.0}[nodes])
     result = StepResult.of_table(np.array([[7, 8, 9, 0, 0, 0, 0, 0, 2, 1, 3, 0]]), {})
 
@@ -143,14 +130,17 @@ def test_a_smaller_size_is_tried_soon_and_then_rarely() -> None:
 
     assert places(100, 0.2, 0) == []  # no real step
     sizing.update(result, 2, 8, 2.0)
-    assert places(12, 0.2, 0) == [DECIDE_EVERY * time for time in (1, 2, 3)]
+    assert places(12, 0.2, 0) == [adaptive.DECIDE_EVERY * time for time in (1, 2, 3)]
     # What it takes longer for the same tokens counts as lost, and 0.0075 of all time may be.
-    pause = math.ceil((1.7 / 2.0 - 1 / 1.3) / EXPLORATION_SHARE)
-    assert places(3 * pause - 1, 0.3, KNOWN_STEPS) == [pause, 2 * pause]
-    assert places(20, 0.2, KNOWN_STEPS) == [SMALLER_PAUSE, 2 * SMALLER_PAUSE] and places(200, 0.9, 0) == []
+    pause = math.ceil((1.7 / 2.0 - 1 / 1.3) / adaptive.EXPLORATION_SHARE)
+    assert places(3 * pause - 1, 0.3, adaptive.KNOWN_STEPS) == [pause, 2 * pause]
+    assert (
+        places(20, 0.2, adaptive.KNOWN_STEPS) == [adaptive.SMALLER_PAUSE, 2 * adaptive.SMALLER_PAUSE]
+        and places(200, 0.9, 0) == []
+    )
 
 
-def _steps_of(pacing: Pacing, size: int, step_ms: list[float], steps: int) -> list[int]:
+def _steps_of(pacing: adaptive.Pacing, size: int, step_ms: list[float], steps: int) -> list[int]:
     """Numbers of the next `steps` steps that have `size`."""
     return [number for number in range(1, steps + 1) if pacing.next(1, step_ms) == size]
 
@@ -159,26 +149,26 @@ def _steps_of(pacing: Pacing, size: int, step_ms: list[float], steps: int) -> li
     ("step_ms", "size"), [([1.0, 1.1, 1.2, 1.3], 3), ([1.0, 1.2, 2.2, 4.0], 1), ([1, 9, 9.1, 18], 2)]
 )
 def test_the_first_step_drafts_as_if_most_drafts_were_accepted(step_ms: list[float], size: int) -> None:
-    pacing = Pacing((1, 2, 4, 8))
+    pacing = adaptive.Pacing((1, 2, 4, 8))
     assert pacing.next(1, step_ms) == size
     pacing.update(None, 3)
     assert pacing.next(1, step_ms) == size
-    pacing.update(NO_DRAFT, 1)
-    assert pacing.next(1, step_ms) == NO_DRAFT
+    pacing.update(adaptive.NO_DRAFT, 1)
+    assert pacing.next(1, step_ms) == adaptive.NO_DRAFT
 
 
 def test_a_choice_is_taken_over_every_fourth_step() -> None:
     """The policy takes in every step that drafts."""
-    sizing = Sizing(4, (1,))
+    sizing = adaptive.Sizing(4, (1,))
     sizing.set_costs(CHEAP)
     taken: list[int] = []
     sizing.pacing.update = lambda choice, drafting: taken.append(number)  # type: ignore[method-assign, assignment]
     table = [7, 8, 9, 0, 0, 0, 0, 0, 2, 1, 3, 0]
-    for number in range(1, 2 * DECIDE_EVERY + 2):
+    for number in range(1, 2 * adaptive.DECIDE_EVERY + 2):
         before = sizing.policy.own.copy()
         sizing.update(StepResult.of_table(np.array([table]), {}), number, 1 if number == 2 else 4)
         assert (sizing.policy.own == before) == (number == 2)
-    assert taken == [1, 1 + DECIDE_EVERY, 1 + 2 * DECIDE_EVERY] and sizing.policy.choice == 2
+    assert taken == [1, 1 + adaptive.DECIDE_EVERY, 1 + 2 * adaptive.DECIDE_EVERY] and sizing.policy.choice == 2
 
 
 def test_steps_of_one_size_have_nothing_to_choose() -> None:
@@ -214,14 +204,14 @@ def test_drafts_behind_plain_steps_are_those_of_every_run(maker: str) -> None:
     """Catches caches with holes: what a drafter drafts behind a text does not depend on how it was written."""
     asked = requests(1, max_new_tokens=20)
 
-    def drafts(pacing: type[Pacing]) -> dict[tuple[int, ...], list[int]]:
+    def drafts(pacing: type[adaptive.Pacing]) -> dict[tuple[int, ...], list[int]]:
         algorithm = ALL_MAKERS[maker]()
         watched = Watched(algorithm)
         engine = engine_of(algorithm, Setup(max_batch=1, adaptive=True, step_costs=CHEAP), TARGET)
         paced(engine, pacing(sizes_of(engine))).generate(asked)
         return watched.by_text()
 
-    class Whole(Pacing):
+    class Whole(adaptive.Pacing):
         def next(self, requests: int, step_ms: Sequence[float], smaller_pause: float = 1.0) -> int:
             return self._largest
 
@@ -234,7 +224,7 @@ def test_drafts_behind_plain_steps_are_those_of_every_run(maker: str) -> None:
     assert both and all(always[text] == sometimes[text] for text in both)
 
 
-def generated(correct: bool, costs: StepCosts | None, decoys: bool = False) -> dict[str, int]:
+def generated(correct: bool, costs: adaptive.StepCosts | None, decoys: bool = False) -> dict[str, int]:
     """Steps by nodes of a drafter that is always right or always wrong."""
     asked = requests(3, 24)
     texts = scripts(asked, answers(requests(3, 40), Setup(max_length=80), TARGET))
@@ -248,7 +238,7 @@ def generated(correct: bool, costs: StepCosts | None, decoys: bool = False) -> d
 
 def test_a_drafter_that_is_never_right_is_left_alone() -> None:
     steps = generated(correct=False, costs=DEAR)
-    assert steps["8"] == 0 and steps["1"] >= sum(steps.values()) - 10 - EXPLORED_SLOTS
+    assert steps["8"] == 0 and steps["1"] >= sum(steps.values()) - 10 - adaptive.EXPLORED_SLOTS
 
 
 @pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])

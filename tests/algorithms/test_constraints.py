@@ -1,7 +1,5 @@
 """Grammars: every algorithm writes what a loop without drafts and caches writes, and all of it parses."""
 
-from __future__ import annotations
-
 import json
 import re
 import string
@@ -123,8 +121,7 @@ def test_what_is_written_parses() -> None:
 
 
 @pytest.mark.parametrize(
-    "maker",
-    ["eagle_tree", "mtp_tree", "standalone_tree", "dflash_tree", "dflash_chain", "ngram", "mixed"],
+    "maker", ["eagle_tree", "mtp_tree", "standalone_tree", "dflash_tree", "dflash_chain", "ngram", "mixed"]
 )
 def test_every_algorithm_writes_what_the_loop_writes(maker: str) -> None:
     """Requests with and without grammars side by side, greedy and sampled, rows handed on."""

@@ -1,8 +1,6 @@
 """What drafters with a model declare, ask of the backend and refuse, and that the target as its own drafter is always
 right."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

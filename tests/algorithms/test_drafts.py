@@ -1,7 +1,5 @@
 """Drafted tokens that requests report: the tree that was drafted, what was accepted of it, and both probabilities."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Faults stay where they happen: what one request leaves behind, or does wrong, changes no other."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Targets with float8 weights: speculation writes what the same target writes alone, whatever drafts it verifies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from algorithms.dflash.loading import load_dflash
 from algorithms.eagle.config import Eagle3Config
 from algorithms.eagle.drafting import Eagle3
 from algorithms.eagle.loading import load_eagle
-from algorithms.engine.settings import RuntimeSettings
 from algorithms.frontend import load_target as load_by_name
 from algorithms.models.loading import Target, load_target
 from algorithms.models.scaled_linear import ScaledLinear, quantised_blocks
@@ -126,12 +123,3 @@ def test_the_output_is_that_of_the_quantised_weights(tmp_path: Path) -> None:
     asked = requests(3, max_new_tokens=12)
     plain, scaled = (load_by_name(tmp_path, "cpu", weight_dtype=name) for name in ("auto", "fp8"))
     assert answers(asked, Setup(), plain) != answers(asked, Setup(), scaled)
-
-
-def test_settings_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"runtime.weight_dtype: expected one of auto, fp8, fp8_w8a16, got 'int4'"):
-        RuntimeSettings(weight_dtype="int4")
-    with pytest.raises(ValueError, match=r"runtime.weight_dtype=fp8.*expected runtime.tensor_parallel=1, got 2"):
-        RuntimeSettings(weight_dtype="fp8", tensor_parallel=2)
-    with pytest.raises(ValueError, match="weight_dtype: expected one of auto, fp8, fp8_w8a16, got 'fp4'"):
-        load_by_name(tmp_path, "cpu", weight_dtype="fp4")

@@ -1,7 +1,5 @@
 """The functions for Python: docs/python.md and the notebook run, and each wrong call has its message."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A few rounds of `make fuzz`, each from a seed that its error names."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.algorithms.fuzz import Round, run_round, run_rounds

@@ -1,7 +1,5 @@
 """Captured steps, padding rows and late reading change only the time, and a step reads nothing back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -186,17 +184,9 @@ STEPPED = {name: ALL_MAKERS[name] for name in KINDS if name not in ("eagle3_chai
     "dflash_sampled": lambda: dflash.DFlash(SAMPLED_DFLASH, TARGET, "random"),
 }
 FILTERED = {
-    "top_k": 5,
-    "top_p": 0.9,
-    "min_p": 0.01,
-    "repetition_penalty": 1.2,
-    "presence_penalty": 0.1,
-    "frequency_penalty": 0.1,
-    "logit_bias": {3: 1.0},
-    "bad_words": ((5,), (7, 8)),
-    "min_tokens": 2,
-    "top_logprobs": 3,
-}
+    "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "presence_penalty": 0.1,
+    "frequency_penalty": 0.1, "logit_bias": {3: 1.0}, "bad_words": ((5,), (7, 8)), "min_tokens": 2, "top_logprobs": 3,
+}  # fmt: skip
 
 
 WATCHED = [(StepRunner, "launch"), (Prefiller, "run"), (BatchState, "rearrange"), (BatchState, "clear")]

@@ -1,7 +1,5 @@
 """Every algorithm on every backend, page size and batch size writes exactly what the target alone writes."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

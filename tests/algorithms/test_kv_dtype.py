@@ -1,7 +1,5 @@
 """Keys and values in float8: lossless against autoregressive decoding with the same cache, on both backends."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -14,19 +12,8 @@ from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from algorithms.engine.settings import RuntimeSettings
 from specdec_kernels import AttentionShape
+from tests.algorithms import toy
 from tests.algorithms.drafters import ALL_MAKERS, TARGET, hinted
-from tests.algorithms.toy import (
-    CONFIG,
-    Setup,
-    answers,
-    autoregressive,
-    changed,
-    engine_of,
-    requests,
-    run,
-    scripts,
-    spell,
-)
 
 pytestmark = pytest.mark.usefixtures("random_drafters")
 
@@ -35,7 +22,7 @@ E4M3 = torch.float8_e4m3fn
 
 def factors(k_scale: float = 0.03, v_scale: float = 0.05) -> KVScales:
     """Factors that differ from layer to layer and from head to head."""
-    shape = (CONFIG.num_layers, CONFIG.num_kv_heads)
+    shape = (toy.CONFIG.num_layers, toy.CONFIG.num_kv_heads)
     steps = 1 + 0.25 * torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
     return KVScales(k_scale * steps, v_scale * steps)
 
@@ -43,8 +30,10 @@ def factors(k_scale: float = 0.03, v_scale: float = 0.05) -> KVScales:
 @cache
 def written() -> tuple[list[Request], list[list[int]]]:
     """Requests, and what the target writes with such a cache alone."""
-    asked = [changed(request, temperature=(0.0, 0.9)[request.id % 2]) for request in requests(4, 10)]
-    return asked, answers(asked, Setup(backend="torch", kv_dtype=E4M3, kv_scales=factors(), max_batch=1), TARGET)
+    asked = [toy.changed(request, temperature=(0.0, 0.9)[request.id % 2]) for request in toy.requests(4, 10)]
+    return asked, toy.answers(
+        asked, toy.Setup(backend="torch", kv_dtype=E4M3, kv_scales=factors(), max_batch=1), TARGET
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,9 +43,9 @@ def written() -> tuple[list[Request], list[list[int]]]:
 )
 def test_output_is_that_of_the_target_with_the_same_cache(maker: str, backend: str) -> None:
     asked, alone = written()
-    setup = Setup(backend=backend, kv_dtype=E4M3, kv_scales=factors(), max_batch=2)
-    algorithm = hinted(ALL_MAKERS[maker](), scripts(asked, alone))
-    assert [completion.token_ids for completion in run(algorithm, asked, setup, TARGET).completions] == alone
+    setup = toy.Setup(backend=backend, kv_dtype=E4M3, kv_scales=factors(), max_batch=2)
+    algorithm = hinted(ALL_MAKERS[maker](), toy.scripts(asked, alone))
+    assert [completion.token_ids for completion in toy.run(algorithm, asked, setup, TARGET).completions] == alone
 
 
 def stored(engine: Engine, layer: int) -> torch.Tensor:
@@ -69,9 +58,9 @@ def stored(engine: Engine, layer: int) -> torch.Tensor:
 
 def test_the_cache_holds_what_a_wide_cache_holds_to_the_precision_of_e4m3() -> None:
     """Prompts alone: the keys of layer 0 do not depend on what was stored before them."""
-    asked = requests(3, max_new_tokens=1)
-    wide = engine_of(autoregressive(TARGET), Setup(), TARGET)
-    narrow = engine_of(autoregressive(TARGET), Setup(kv_dtype=E4M3, kv_scales=factors()), TARGET)
+    asked = toy.requests(3, max_new_tokens=1)
+    wide = toy.engine_of(toy.autoregressive(TARGET), toy.Setup(), TARGET)
+    narrow = toy.engine_of(toy.autoregressive(TARGET), toy.Setup(kv_dtype=E4M3, kv_scales=factors()), TARGET)
     for engine in (wide, narrow):
         engine.generate(asked)
     expected, found = wide.parts.memory.cache.kv[0], stored(narrow, 0)
@@ -83,10 +72,10 @@ def test_the_cache_holds_what_a_wide_cache_holds_to_the_precision_of_e4m3() -> N
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_kernels_and_reference_write_the_same_with_factors(impl: str) -> None:
-    asked = requests(2, 4)
-    setup = Setup(kv_dtype=E4M3, kv_scales=factors(), impl=impl)
-    plain = Setup(backend="torch", kv_dtype=E4M3, kv_scales=factors(), max_batch=1)
-    assert answers(asked, setup, TARGET) == answers(asked, plain, TARGET)
+    asked = toy.requests(2, 4)
+    setup = toy.Setup(kv_dtype=E4M3, kv_scales=factors(), impl=impl)
+    plain = toy.Setup(backend="torch", kv_dtype=E4M3, kv_scales=factors(), max_batch=1)
+    assert toy.answers(asked, setup, TARGET) == toy.answers(asked, plain, TARGET)
 
 
 def test_backends_are_asked_about_the_cache_before_anything_runs() -> None:
@@ -95,7 +84,7 @@ def test_backends_are_asked_about_the_cache_before_anything_runs() -> None:
             return None if shape.kv_dtype == shape.dtype else f"it reads no {shape.kv_dtype}"
 
     backend = HalfPrecisionOnly(TorchBackend.Config(), "reference")
-    Engine(TARGET, autoregressive(TARGET), backend, RuntimeSettings(max_length=64, impl="reference"), spell)
+    Engine(TARGET, toy.autoregressive(TARGET), backend, RuntimeSettings(max_length=64, impl="reference"), toy.spell)
     with pytest.raises(BackendError, match="it reads no torch.float8_e4m3fn"):
         settings = RuntimeSettings(max_length=64, impl="reference", kv_dtype="fp8_e4m3")
-        Engine(TARGET, autoregressive(TARGET), backend, settings, spell)
+        Engine(TARGET, toy.autoregressive(TARGET), backend, settings, toy.spell)

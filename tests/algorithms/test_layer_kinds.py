@@ -1,8 +1,6 @@
 """Targets whose layers are not all attention and SwiGLU: what the engine writes, with and without drafts, is what the
 plain definition over whole texts writes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

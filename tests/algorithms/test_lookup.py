@@ -1,8 +1,6 @@
 """Drafting from the texts of requests, by n-grams and by suffixes: lossless in every setting, fewer steps where a text
 repeats itself, and one store whose texts live and end with the requests."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -217,19 +215,3 @@ def test_a_corpus_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for path in ("missing.txt", "binary"):
         with pytest.raises(ValueError, match="algo.corpus: expected a text file in UTF-8, got"):
             lookup("suffix", corpus=str(tmp_path / path))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(num_nodes=1), "algo.num_nodes: expected 2 to 256, got 1"),
-        (dict(max_ngram=64), "algo.max_ngram: expected 1 to 63, got 64"),
-        (dict(max_candidates=0), "algo.max_candidates: expected 1 to 64, got 0"),
-        (dict(histories=-1), "algo.histories: expected 0 to 4096, got -1"),
-        (dict(min_path_prob=1.5), "algo.min_path_prob: expected 0 to 1, got 1.5"),
-        (dict(corpus="file", shared=False), "algo.corpus: expected algo.shared=true with it"),
-    ],
-)
-def test_ranges(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Suffix.Config(**change)

@@ -1,7 +1,5 @@
 """Speculative output equals the target's own, token for token, whatever is drafted and however it is batched."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -14,9 +12,6 @@ from tests.algorithms.toy import Scripted, Setup, answers, autoregressive, chang
 
 pytestmark = pytest.mark.usefixtures("random_drafters")
 
-PAIRS = [("fa4", 1), ("torch", 16)]
-"""Backends and page sizes; `test_identity` has the others."""
-
 
 @cache
 def written(count: int, temperature: float = 0.0) -> list[list[int]]:
@@ -25,19 +20,6 @@ def written(count: int, temperature: float = 0.0) -> list[list[int]]:
 
 def make_dflash(block_size: int) -> DFlash:
     return DFlash(DFlash.Config(block_size=block_size), TARGET, "random")
-
-
-@pytest.mark.parametrize("decoys", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize(("depth", "pair"), list(zip([1, 2, 5, 9, 15], PAIRS * 3, strict=False)))
-def test_scripted_acceptance(depth: int, pair: tuple[str, int], decoys: bool) -> None:
-    """Acceptance of every length, mixed within a batch: catches KV, features or last_tokens left behind by a commit."""
-    asked = requests(6)
-    texts = scripts(asked, written(6))
-    drafter = Scripted(texts, depth, lambda at, d: (at * 7 + d * 3) % 5 != 0, decoys)
-    got = run(drafter, asked, Setup(*pair, max_batch=4), TARGET)
-    assert [c.token_ids for c in got.completions] == written(6)
-    counts = [a for c in got.completions for a in c.accepted_counts]
-    assert len(set(counts)) >= min(depth, 3)
 
 
 @pytest.mark.parametrize("reason", ["length", "stop_token"])

@@ -1,7 +1,5 @@
 """The union of two draft trees, and what cannot be mixed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -64,21 +62,6 @@ def test_the_union_has_every_path_once(seed: int, impl: str) -> None:
     assert tokens.shape[1] == 14
     for merged, ours, theirs in zip(paths(tokens, parents), paths(*first), paths(*second), strict=True):
         assert len(merged) == len(set(merged)) and set(merged) == {*ours, *theirs}
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"first": {"name": "sufix"}}, "algo.first: algorithm: expected one of .*suffix.*, got 'sufix'"),
-        ({"second": {"name": "mixed"}}, "algo.second: algorithm: expected one of .*, got 'mixed'"),
-        ({"first": {"name": "suffix", "nodes": 3}}, "suffix: 'nodes' is no setting; expected one of num_nodes"),
-        ({"first": {"name": "suffix", "max_ngram": 99}}, "algo.first: algo.max_ngram: expected 1 to 63, got 99"),
-        ({"first": {"name": "standalone", "rule": "block"}}, "got algo=standalone with rule block"),
-    ],
-)
-def test_what_cannot_be_mixed(settings: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        Mixed(Mixed.Config(**settings), TARGET, "random")
 
 
 def test_declared_sizes() -> None:

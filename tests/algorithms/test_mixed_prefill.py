@@ -1,7 +1,5 @@
 """Prompts in captured steps: the tokens are those of prompts in chunks of their own, whoever arrives when."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An algorithm that learns from rejected nodes: Token Recycling (arXiv 2408.08696) on a toy scale."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

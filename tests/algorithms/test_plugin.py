@@ -1,7 +1,5 @@
 """An algorithm from outside: the drafter of docs/add_an_algorithm.md, taken from the page, and every message on it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

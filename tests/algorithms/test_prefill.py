@@ -1,7 +1,5 @@
 """Prompts in chunks and tiles: the same drafts as in one piece, and no request waits for a whole prompt."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace

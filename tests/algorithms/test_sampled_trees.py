@@ -1,7 +1,5 @@
 """Drafts that are drawn: the engine's text follows the target's distribution, and nothing else changes with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any

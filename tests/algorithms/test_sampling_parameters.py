@@ -1,8 +1,6 @@
 """Sampling parameters of each request, bad words and `min_tokens` among them: whole decodings against a loop without
 drafts and caches."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -45,14 +43,10 @@ FREE = len(PARAMETERS)
 """Requests before those that forbid something."""
 CAPTURED = Setup(page_size=4, graph="step", async_steps=1, prefill_chunk=4, prefill_tile=4)
 CASES = {
-    "autoregressive": Setup(page_size=4),
-    "standalone_chain": CAPTURED,
-    "standalone_tree": CAPTURED,
-    "eagle3_tree": Setup(page_size=4),
-    "naive_eagle": Setup(page_size=4),
-    "dflash_tree": Setup(page_size=4),
+    "autoregressive": Setup(page_size=4), "standalone_chain": CAPTURED, "standalone_tree": CAPTURED,
+    "eagle3_tree": Setup(page_size=4), "naive_eagle": Setup(page_size=4), "dflash_tree": Setup(page_size=4),
     "ngram": Setup(page_size=4),
-}
+}  # fmt: skip
 
 
 def bare() -> list[Request]:
@@ -175,8 +169,7 @@ def test_steps_that_nobody_needs_it_in_forbid_nothing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("rule", "setup"),
-    [("rejection", Setup(page_size=4)), ("block", Setup(page_size=4, graph="step", async_steps=1))],
+    ("rule", "setup"), [("rejection", Setup(page_size=4)), ("block", Setup(page_size=4, graph="step", async_steps=1))]
 )
 def test_log_probabilities_of_sampled_chains(monkeypatch: pytest.MonkeyPatch, rule: str, setup: Setup) -> None:
     """Drafts come from another distribution; emitted tokens are still reported with the target's probability."""

@@ -1,7 +1,5 @@
 """Drafts of given acceptance: the target's own output, at the asked rates."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -87,16 +85,3 @@ def test_a_later_turn_is_refused() -> None:
     first, second = requests(2, 4)
     with pytest.raises(EngineError, match="algo=synthetic: expected prompts of one turn"):
         engine.generate([first], follow=lambda done: second if done.request_id == first.id else None)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rate": []}, "algo.rate: expected at least one rate"),
-        ({"rate": [0.5, 1.5]}, r"algo.rate\[1\]: expected .*1.5"),
-        ({"rate": [0.5], "drafter": {"name": "synthetic"}}, "algo.drafter: algorithm: expected one of"),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Synthetic(Synthetic.Config(**settings), TARGET, None)

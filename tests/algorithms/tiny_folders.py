@@ -5,8 +5,6 @@ Weights are drawn wide enough that logits differ by units and no two tokens tie;
 not at their neutral values, so a forgotten one shows.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -38,23 +36,11 @@ CHAT_TEMPLATE = (
 def small_config(architecture: str = "qwen3", **changes: Any) -> DecoderConfig:
     """A decoder of four narrow layers; `changes` replace fields."""
     config = DecoderConfig(
-        architecture=architecture,
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-6,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        qk_norm=architecture == "qwen3",
-        mlp_bias=False,
+        architecture=architecture, vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_layers=4,
+        num_heads=4, num_kv_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=10_000.0, rope_scaling=None,
+        max_position_embeddings=512, tie_word_embeddings=False, qk_norm=architecture == "qwen3", mlp_bias=False,
         eos_token_ids=(END_ID,),
-    )
+    )  # fmt: skip
     return replace(config, **changes)
 
 

@@ -1,7 +1,5 @@
 """Small models and drafters with known behaviour, shared by the tests of the engine and its algorithms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

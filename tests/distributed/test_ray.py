@@ -3,8 +3,6 @@
 `make test-distributed` runs it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

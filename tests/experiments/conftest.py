@@ -1,7 +1,5 @@
 """Programs are called in this process here, and Hydra repeats nothing that one time is enough for."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from functools import lru_cache, partial

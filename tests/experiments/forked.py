@@ -1,7 +1,5 @@
 """Children that have imported what this process has: programs start in them without the seconds that imports take."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

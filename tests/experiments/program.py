@@ -1,7 +1,5 @@
 """Calls run.py in this process, which spares its imports."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Rows of a sweep share what the target alone decodes, and only where it would be the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

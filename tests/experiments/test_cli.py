@@ -1,7 +1,5 @@
 """The command line as a user meets it: every mistake gets one screen, an exit code and no rest."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -27,12 +25,7 @@ def command(folder: Path, *arguments: str, **variables: str) -> subprocess.Compl
     environment = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1", **variables}
     environment.pop("HYDRA_FULL_ERROR", None) if "HYDRA_FULL_ERROR" not in variables else None
     return subprocess.run(
-        [sys.executable, RUN, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
+        [sys.executable, RUN, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=250
     )
 
 

@@ -1,7 +1,5 @@
 """One table of sweeps: what was swept, what was measured, what is not done, and nothing that cannot be compared."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

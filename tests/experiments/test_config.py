@@ -1,7 +1,5 @@
 """Composition of the configuration: every file composes and builds, keys have schemas, ranges are checked."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext

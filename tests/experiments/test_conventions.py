@@ -1,7 +1,5 @@
 """The probe of conventions on the tiny family: the declared reading leads, and a wrong one is found."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

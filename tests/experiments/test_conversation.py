@@ -1,7 +1,5 @@
 """Later turns of a conversation see the answers before them, and are asked when these have ended."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from algorithms.engine.request import Completion, Request

@@ -1,7 +1,5 @@
 """Generated data: worked answers are right, splits are disjoint, held-out modules stay out of training."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

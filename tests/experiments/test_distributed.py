@@ -1,7 +1,5 @@
 """Runs of several processes, as far as one process can see them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

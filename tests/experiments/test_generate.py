@@ -4,8 +4,6 @@ The reference implementation stands in for the kernels here, which have their ow
 everything between the command line and the files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Runs with grammars from their command line to their files, on the shipped family, and the shipped prompts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

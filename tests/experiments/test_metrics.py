@@ -1,7 +1,5 @@
 """Figures against brute-force definitions: what was reached, what is pooled, what counts as identical."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import stdev

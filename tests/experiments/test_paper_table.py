@@ -1,7 +1,5 @@
 """The table of a paper: pivot, its formats, and a whole run."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

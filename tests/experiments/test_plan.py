@@ -1,7 +1,5 @@
 """What cannot work together is refused from configurations alone, before any weight is read."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,9 +64,12 @@ TINY = CONFIG_FOLDER.parent / "assets" / "tiny"
         (["algo=ngram", "algo.corpus=nowhere.txt"], ["algo.corpus: expected a text file", "nowhere.txt"]),
         (["algo=ngram", f"algo.corpus={TINY}"], ["algo.corpus: expected a text file"]),
         (["algo=ngram", f"model.path={TINY / 'eagle'}"], ["this is not a language model"]),
+        (["algo=eagle3", "algo.topk=4", "algo.num_nodes=8", "algo.draft_sampling=sample", "runtime.adaptive=true"],
+         ["(draft_sampling sample)"]),
+        (["algo=standalone", "algo.rule=block", "runtime.adaptive=true"], ["samples its drafts (rule block)"]),
     ],
-)
-def test_folders_are_asked_before_weights_load(overrides: list[str], expected: list[str]) -> None:
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_weights_load(overrides: list[str], expected: list[str]) -> None:
     said = refusal(*overrides)
     for text in expected:
         assert text in said, said
@@ -78,17 +79,6 @@ def test_folders_are_asked_before_weights_load(overrides: list[str], expected: l
 def test_shipped_drafters_pass(algo: str) -> None:
     """Also with draft lengths that are chosen each step, because they sample nothing."""
     check(f"algo={algo}", f"runtime.adaptive={str(algo != 'autoregressive').lower()}")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["algo=eagle3", "algo.topk=4", "algo.num_nodes=8", "algo.draft_sampling=sample"], "(draft_sampling sample)"),
-        (["algo=standalone", "algo.rule=block"], "samples its drafts (rule block)"),
-    ],
-)
-def test_steps_of_chosen_sizes_refuse_sampled_drafts(words: list[str], told: str) -> None:
-    assert told in refusal(*words, "runtime.adaptive=true")
 
 
 def test_a_target_that_has_to_be_fetched_says_how(tmp_path: Path) -> None:

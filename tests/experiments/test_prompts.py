@@ -1,7 +1,5 @@
 """Prompt sets: what each yields, how answers are scored, and that a bad file is refused by file and line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys
@@ -216,10 +214,7 @@ PUBLIC_ROWS: dict[str, tuple[dict[str, Any], str | None]] = {
         {"problem": "Find x.", "solution": r"so \boxed{\frac{1}{2}}.", "answer": r"\frac{1}{2}"},
         r"\frac{1}{2}",
     ),
-    "humaneval": (
-        {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "assert f()", "entry_point": "f"},
-        None,
-    ),
+    "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "assert f()", "entry_point": "f"}, None),
     "mbpp": ({"text": "Write f.", "code": "def f(): ...", "test_list": ["assert f() == 1"]}, None),
     "mt_bench": ({"question_id": 81, "turns": ["First.", "Second."]}, None),
     "aime": ({"problem": "Find x.", "solution": "Adding gives 204.", "answer": "204"}, "204"),

@@ -1,6 +1,5 @@
-"""`task=replay`: the steps that follow from a recorded text are those of the engine, and the arithmetic behind them."""
-
-from __future__ import annotations
+"""`task=replay`: the steps that follow from a recorded text are those of the engine, and the arithmetic behind
+them; and `task=adaptive` on the same family."""
 
 import json
 import random
@@ -63,12 +62,8 @@ def test_predicted_steps_are_the_engines(engine_run: tuple[list[dict[str, Any]],
     """Chains, trees and lookups; the texts are cut into parts that run side by side."""
     engine, folder = engine_run
     shared = [
-        "data=code",
-        "data.limit=2",
-        "runtime.max_batch=4",
-        "sampling.temperature=1",
-        "sampling.max_new_tokens=10",
-    ]
+        "data=code", "data.limit=2", "runtime.max_batch=4", "sampling.temperature=1", "sampling.max_new_tokens=10",
+    ]  # fmt: skip
     only = f"task.only=[{','.join(ONLY)}]"
     code, text, rows, _ = called(tmp_path, "task=replay", *shared, f"task.trace={folder}", only, *METHODS)
     assert code == 0, text
@@ -203,3 +198,19 @@ def test_the_end_of_an_output_is_no_rejection_and_cuts_the_last_step() -> None:
     accepted, ran_out = [[0] * first + counts for counts in ([1, 2, 1], [0, 0, 0])]
     (((drafts,),),) = [_drafts([[[accepted], [ran_out]]], trace)]
     assert drafts == Drafts([1, 2, 1], [False, True, True]), "where the output ends nothing can be rejected"
+
+
+def test_every_number_of_nodes_stands_beside_the_choice(tmp_path: Path) -> None:
+    words = ["task=adaptive", "task.data=[code]", "task.limit=1", "task.batches=[1]", "task.only=[ngram]"]
+    code, out, rows, folder = called(tmp_path, *words, "+task.methods.ngram.num_nodes=3", "sampling.max_new_tokens=4")
+    assert code == 0 and folder is not None, out
+    served = [json.loads(line)["method"] for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert served == ["autoregressive ×1, 1", *(f"ngram ×1, {name}" for name in ("configured", "2", "3", "adaptive"))]
+    assert [row["setting"] for row in rows] == ["1", "configured", "2", "3", "adaptive"]
+    assert {row["lossless"]["identical"] for row in rows[1:]} == {1}
+    for row in rows[2:-1]:
+        taken = {nodes for nodes, count in row["adaptive"]["steps_by_nodes"].items() if count}
+        assert taken == {row["setting"]}
+    fixed = max(row["decode_tokens_per_s"] for row in rows[1:-1])
+    assert rows[-1]["ratio_to_best_fixed"] == pytest.approx(rows[-1]["decode_tokens_per_s"] / fixed)
+    assert "least: code ×1, ngram, adaptive at" in out

@@ -1,7 +1,5 @@
 """The HTML report and the terminal: complete, escaped, well-formed, and free of the network."""
 
-from __future__ import annotations
-
 import io
 import re
 from html.parser import HTMLParser

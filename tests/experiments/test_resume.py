@@ -1,7 +1,5 @@
 """A run that was interrupted goes on to what an undisturbed run writes, times aside."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -34,17 +32,9 @@ random_place = random.Random(20)
 
 def words(models: Path, *more: str) -> list[str]:
     return [
-        *model_settings(models),
-        "runtime.device=cpu",
-        "runtime.impl=reference",
-        "tracker=none",
-        "data.limit=4",
-        "sampling.max_new_tokens=6",
-        "sampling.temperature=0.8",
-        "runtime.max_batch=2",
-        "task.repeats=1",
-        *more,
-    ]
+        *model_settings(models), "runtime.device=cpu", "runtime.impl=reference", "tracker=none", "data.limit=4",
+        "sampling.max_new_tokens=6", "sampling.temperature=0.8", "runtime.max_batch=2", "task.repeats=1", *more,
+    ]  # fmt: skip
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The run folder: files are whole or absent, folders are never shared, status.json says how a run ended."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A family at another shape: the small family's outputs and accepted drafts, the large family's sizes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

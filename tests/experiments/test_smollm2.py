@@ -1,7 +1,5 @@
 """Conversion of a GGUF file on a small made-up one; the converted model, where it exists, against transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,9 @@ WIDTH, HEADS, KV_HEADS, HEAD, MLP, LAYERS = 64, 2, 1, 32, 96, 2
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefghijklmnopqrstuvwxyz0123456789", "Ġ", "Ċ", "ab", "Ġab"]
 TEMPLATE = "{% for message in messages %}{{ '<|im_start|>' + message['content'] + '<|im_end|>' }}{% endfor %}"
 SHAPES = {
-    "attn_q": (HEADS * HEAD, WIDTH),
-    "attn_k": (KV_HEADS * HEAD, WIDTH),
-    "attn_v": (KV_HEADS * HEAD, WIDTH),
-    "attn_output": (WIDTH, HEADS * HEAD),
-    "ffn_gate": (MLP, WIDTH),
-    "ffn_up": (MLP, WIDTH),
-    "ffn_down": (WIDTH, MLP),
-}
+    "attn_q": (HEADS * HEAD, WIDTH), "attn_k": (KV_HEADS * HEAD, WIDTH), "attn_v": (KV_HEADS * HEAD, WIDTH),
+    "attn_output": (WIDTH, HEADS * HEAD), "ffn_gate": (MLP, WIDTH), "ffn_up": (MLP, WIDTH), "ffn_down": (WIDTH, MLP),
+}  # fmt: skip
 
 
 def q4_1(rng: np.random.Generator, *shape: int) -> tuple[Any, Any]:

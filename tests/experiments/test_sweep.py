@@ -3,8 +3,6 @@
 Launchers get the names of rows and run each once, wherever that is.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,9 +1,6 @@
 """Every task from its command line to its files, on small random models, and what each of them refuses.
 
-The reference implementation stands in for the kernels here, which have their own tests.
-"""
-
-from __future__ import annotations
+The reference implementation stands in for the kernels here, which have their own tests."""
 
 import csv
 import io
@@ -23,6 +20,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from algorithms.attention.memory import PagedMemory
+from algorithms.dflash.drafting import DFlash
 from algorithms.engine.request import Completion, Request
 from algorithms.engine.settings import RuntimeSettings
 from experiments.app.hardware import Hardware
@@ -31,6 +29,7 @@ from experiments.report.checks import LOW_ACCEPTANCE
 from experiments.report.html_page import render
 from experiments.report.tables import Column, Metric, console_table, csv_text, markdown
 from experiments.report.templates import Series, chart
+from experiments.studies.rules import Probe, summary
 from experiments.tasks import base, distribution, kv_scales, numerical_tie
 from experiments.tasks.base import Task, agreed
 from experiments.tasks.compare import Compare
@@ -38,8 +37,10 @@ from experiments.tasks.graph_ablation import GraphAblation
 from experiments.tasks.losslessness import BackendChecks, Losslessness
 from experiments.tasks.throughput import Throughput, inter_token_ms, repeated
 from specdec_kernels.sampling import philox_uniform
-from tests.algorithms.toy import Setup, autoregressive, engine_of, random_target
+from tests.algorithms.drafters import TARGET, load_random_drafters
+from tests.algorithms.toy import Setup, answers, autoregressive, changed, engine_of, random_target, requests
 from tests.algorithms.toy import requests as toy_requests
+from tests.algorithms.toy import run as served
 from tests.experiments import program
 from tests.experiments.program import Done, Run, model_settings
 
@@ -191,11 +192,8 @@ def test_throughput_of_several_methods_decodes_the_baseline_once(run: Run) -> No
 
 def test_the_recipe_of_long_contexts_serves_as_many_prompts_as_run_at_a_time(models: Path, tmp_path: Path) -> None:
     small = (
-        "data.tokens=40",
-        "task.concurrency=[2]",
-        "sampling.max_new_tokens=6",
-        "task.methods.dflash_window.window=16",
-    )
+        "data.tokens=40", "task.concurrency=[2]", "sampling.max_new_tokens=6", "task.methods.dflash_window.window=16",
+    )  # fmt: skip
     cpu = ("runtime.graph=none", "~task.methods.eagle3_chain", "task.methods.dflash_window.window=16")
     done = program.called(tmp_path, "experiment=long_contexts", *model_settings(models), *small, *cpu)
     assert done.returncode == 0, done.stderr
@@ -226,13 +224,9 @@ def test_repeated_requests_have_seeds_of_their_own() -> None:
 
 
 LOSSLESS = (
-    "task=losslessness",
-    "task.only=[standalone_rejection,ngram]",
-    "task.backends=[fa4,hybrid]",
-    "task.page_sizes=[4]",
-    "task.batches=[2]",
-    "task.distribution_draws=200",
-)
+    "task=losslessness", "task.only=[standalone_rejection,ngram]", "task.backends=[fa4,hybrid]", "task.page_sizes=[4]",
+    "task.batches=[2]", "task.distribution_draws=200",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -614,3 +608,28 @@ def test_ranks_agree_on_the_number_of_rounds(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(base, "parallel", lambda: True)
     monkeypatch.setattr(base, "from_rank_0", lambda tensors: [torch.full_like(each, 3) for each in tensors])
     assert agreed(1, "cpu") == 3
+
+
+def test_the_probe_leaves_the_text_of_autoregressive_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_random_drafters(monkeypatch)
+    asked = [changed(r, temperature=1.0) for r in requests(4, max_new_tokens=8)]
+    inner = DFlash(DFlash.Config(block_size=4, topk=2, num_nodes=8, draft_sampling="sample"), TARGET, "random")
+    probe = Probe(inner, ("traversal", "multi_round"))
+    setup = Setup(max_batch=2)
+    assert [c.token_ids for c in served(probe, asked, setup, TARGET).completions] == answers(asked, setup, TARGET)
+    assert set(probe.found) == {request.sampling.seed for request in asked}
+    figures = summary(probe.found, 0, 1)
+    assert 0 < figures["expected_accepted"] < 3 and figures["num_requests"] == 4
+    low, high = figures["gain_interval"]
+    assert low <= figures["gain"] <= high and summary(probe.found, 1, 1)["gain"] == 0
+
+
+def test_the_task_on_models(run: Run) -> None:
+    found = run("task=verification_rules", "task.only=[dflash_independent]", "runtime.adaptive=true")
+    assert found.returncode == 0, found.stderr
+    of_models = [row for row in found.results if row["row_steps"]]
+    rules = ["traversal", "greedy_paths", "without_replacement", "k_seq", "multi_round"]
+    assert [row["rule"] for row in of_models] == rules
+    assert all(0 <= row["expected_accepted"] <= 3 for row in of_models) and of_models[-1]["gain"] == 0
+    assert len(found.read("verification_rules.jsonl").splitlines()) == len(found.results) == 5
+    assert len(found.read("requests.jsonl").splitlines()) == of_models[0]["num_requests"]

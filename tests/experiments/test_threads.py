@@ -1,7 +1,5 @@
 """Threads on a CPU: cores that may be used, and the environment that torch reads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

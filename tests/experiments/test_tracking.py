@@ -1,7 +1,5 @@
 """The tracker: silent, inside the run folder, and never able to cost a run."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

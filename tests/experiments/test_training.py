@@ -1,7 +1,5 @@
 """The training program on a model of a few thousand weights: resuming, exporting, refusing; what the losses see."""
 
-from __future__ import annotations
-
 import errno
 import json
 import sys
@@ -46,16 +44,8 @@ from experiments.training.batches import Continuation, ResponseSet, Text, Traini
 from experiments.training.corpus import ASSISTANT, END, IGNORED, SPECIAL_TOKENS, USER, train_tokenizer
 from experiments.training.export import export_weights
 from experiments.training.loop import Trainer, TrainSettings, schedule
-from experiments.training.objectives import SCHEMAS
+from experiments.training.objectives import SCHEMAS, block_settings
 from experiments.training.objectives import target as target_module
-from experiments.training.objectives.block_settings import (
-    BlockSettings,
-    DFlash2Settings,
-    DFlashSettings,
-    DominoSettings,
-    DSparkSettings,
-    ShapeSettings,
-)
 from experiments.training.objectives.dflash import BlockMixer, BlockObjective, block_labels, sample_anchors
 from experiments.training.objectives.draft import DraftSettings
 from experiments.training.objectives.drafter import (
@@ -117,14 +107,9 @@ def _settings(**changes: object) -> TrainSettings:
 
 def _target_config(folder: Path, **changes: object) -> target_module.TargetTraining:
     shape = target_module.ShapeSettings(
-        vocab_size=400,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
+        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
     batch = target_module.RowSettings(
         arithmetic_rows=1, drill_rows=1, arithmetic_length=384, code_rows=2, code_length=32
     )
@@ -142,10 +127,13 @@ def _train_target(folder: Path, **shape: Any) -> Path:
 
 SMALL: dict[str, Any] = {"num_layers": 2, "block_size": 4, "target_layer_ids": [1, 2]}
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "dflash": {"drafter": DFlashSettings(**SMALL, own_mask=True), "blocks": BlockSettings(anchors=12)},
-    "dflash2": {"drafter": DFlash2Settings(rank=4, num_candidates=5, **SMALL)},
-    "domino": {"drafter": DominoSettings(rank=4, gru_size=6, **SMALL)},
-    "dspark": {"drafter": DSparkSettings(**SMALL, markov_rank=4)},
+    "dflash": {
+        "drafter": block_settings.DFlashSettings(**SMALL, own_mask=True),
+        "blocks": block_settings.BlockSettings(anchors=12),
+    },
+    "dflash2": {"drafter": block_settings.DFlash2Settings(rank=4, num_candidates=5, **SMALL)},
+    "domino": {"drafter": block_settings.DominoSettings(rank=4, gru_size=6, **SMALL)},
+    "dspark": {"drafter": block_settings.DSparkSettings(**SMALL, markov_rank=4)},
     "draft": {"drafter": DraftSettings(8, 16, 1, 1, 1)},
     "eagle": {"chain": ChainSettings(steps=3, feature_weight=0.5)},
     "eagle3": {
@@ -233,12 +221,9 @@ def _check_logits(folder: Path) -> None:
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 LINEAR = {
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -317,14 +302,14 @@ def test_drafter_trains_resumes_and_exports(
     assert (whole / "training.svg").read_text().startswith("<?xml")
 
 
-BLOCKS: dict[str, ShapeSettings] = {
-    "own": DFlashSettings(**SMALL),
-    "causal": DFlashSettings(**SMALL, causal=True, own_mask=True),
-    "next": DFlashSettings(**SMALL, slots="next", confidence_head=True),
-    "dspark": DSparkSettings(**SMALL, markov_rank=4),
-    "domino": DominoSettings(rank=4, gru_size=6, **SMALL),
-    "domino_next": DominoSettings(rank=4, gru_size=6, num_plain=2, slots="next", **SMALL),
-    "dflash2": DFlash2Settings(rank=4, num_candidates=5, **SMALL),
+BLOCKS: dict[str, block_settings.ShapeSettings] = {
+    "own": block_settings.DFlashSettings(**SMALL),
+    "causal": block_settings.DFlashSettings(**SMALL, causal=True, own_mask=True),
+    "next": block_settings.DFlashSettings(**SMALL, slots="next", confidence_head=True),
+    "dspark": block_settings.DSparkSettings(**SMALL, markov_rank=4),
+    "domino": block_settings.DominoSettings(rank=4, gru_size=6, **SMALL),
+    "domino_next": block_settings.DominoSettings(rank=4, gru_size=6, num_plain=2, slots="next", **SMALL),
+    "dflash2": block_settings.DFlash2Settings(rank=4, num_candidates=5, **SMALL),
 }
 CHAINS = {"peagle": PEagle, "mtp": MTP}
 

@@ -1,7 +1,5 @@
 """Each loss against its formula, spelled out in float64; gradients averaged over processes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,31 +13,15 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 
-from algorithms.dflash.config import (
-    GRU,
-    HIDDEN,
-    HIDDEN_AND_TOKEN,
-    NEXT,
-    SELECTOR,
-    VANILLA,
-    ConvConfig,
-    HeadConfig,
-)
+from algorithms.dflash.config import GRU, HIDDEN, HIDDEN_AND_TOKEN, NEXT, SELECTOR, VANILLA, ConvConfig, HeadConfig
 from algorithms.dflash.model import DFlashDrafter
 from algorithms.eagle.model import Eagle3Drafter
 from algorithms.models.loading import Target
 from algorithms.parallel import collectives
 from experiments.training.batches import Continuation, ResponseSet, Text, TrainingBatch
 from experiments.training.corpus import IGNORED
+from experiments.training.objectives import dflash
 from experiments.training.objectives.block_settings import BlockSettings
-from experiments.training.objectives.dflash import (
-    BlockObjective,
-    block_labels,
-    confidence_weights,
-    decay_weights,
-    sample_anchors,
-    weighted_mean,
-)
 from experiments.training.objectives.draft import DistillObjective, DistillSettings
 from experiments.training.objectives.drafter import BatchSettings, DrafterTraining
 from experiments.training.objectives.eagle import STEP_DISCOUNT, ChainObjective, ChainSettings, OnePassObjective
@@ -82,7 +64,7 @@ def log_softmax(logits: Tensor) -> list[float]:
 
 
 def test_decay_weights() -> None:
-    assert decay_weights(3, 7.0).tolist() == pytest.approx([1.0, math.exp(-1 / 7), math.exp(-2 / 7)])
+    assert dflash.decay_weights(3, 7.0).tolist() == pytest.approx([1.0, math.exp(-1 / 7), math.exp(-2 / 7)])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
@@ -94,15 +76,15 @@ def test_confidence_weights_are_suffix_sums_of_prefix_products(alpha: float) -> 
         smoothed = [(1 - alpha) * math.exp(-loss) + alpha for loss, mark in zip(row, marks, strict=True) if mark]
         products = [math.prod(smoothed[: m + 1]) for m in range(len(smoothed))]
         expected.append([sum(products[k:]) for k in range(4)])
-    found = confidence_weights(losses, labelled, alpha)
+    found = dflash.confidence_weights(losses, labelled, alpha)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
     assert not found.requires_grad
-    weighted_mean(losses, found).backward()
+    dflash.weighted_mean(losses, found).backward()
     torch.testing.assert_close(losses.grad, found / found.sum())
 
 
 def test_a_batch_without_labels_has_no_loss() -> None:
-    assert float(weighted_mean(torch.ones(3), torch.zeros(3))) == 0.0
+    assert float(dflash.weighted_mean(torch.ones(3), torch.zeros(3))) == 0.0
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -179,10 +161,10 @@ def test_block_loss(weights: str, form: str, at_once: int) -> None:
     setting = stand()
     blocks = BlockSettings(9, weights, gamma=3.0, alpha=0.25, token_share=share, at_once=at_once, plain_until=until)
     blocks.selector_weight = SELECTOR_WEIGHT
-    objective = BlockObjective(drafter, setting, blocks)  # type: ignore[arg-type]
+    objective = dflash.BlockObjective(drafter, setting, blocks)  # type: ignore[arg-type]
     batch = batch_of(setting)
-    anchors = sample_anchors(batch, 3, np.random.default_rng(4))
-    labels = block_labels(batch.tokens, batch.lengths, anchors, drafts)
+    anchors = dflash.sample_anchors(batch, 3, np.random.default_rng(4))
+    labels = dflash.block_labels(batch.tokens, batch.lengths, anchors, drafts)
     numerator = denominator = 0.0
     with torch.no_grad():
         final, features = objective.read_target(batch.tokens)

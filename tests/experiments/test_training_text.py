@@ -1,7 +1,5 @@
 """The text that drafters learn from: prompts of every source, shards, markup that is refused."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import shutil

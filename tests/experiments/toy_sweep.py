@@ -3,8 +3,6 @@
 `TOY_ENDING` has an ending for some seeds, such as `1:failed 2:refused`.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Paged attention by its definition: a dense float64 softmax over explicitly listed keys, one row at a time,
 without pages, splits, tiles or masks over tensors."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Both implementations, for tests of what each of them must do."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -8,15 +8,13 @@ are a deterministic function of the context or sampled from a distribution of th
 here by sorting Python lists, which no kernel does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from scipy.special import chdtri
 
-from specdec_kernels import DRAFT_STREAM, Accepted, SamplingTensors, accept, build_tree, filtered_probs, pick_tokens
+from specdec_kernels import DRAFT_STREAM, Accepted, SamplingTensors, build_tree, filtered_probs, pick_tokens
 
 AcceptFunction = Callable[..., Accepted]
 ALPHA = 1e-6
@@ -210,11 +208,3 @@ def greedy_continuation(design: Design) -> torch.Tensor:
     for _ in range(EMITTED):
         tokens.append(int(design.logits[tokens[-1]].argmax()))
     return torch.tensor(tokens[1:])
-
-
-def sampling_fault(change: Callable[[SamplingTensors], SamplingTensors]) -> AcceptFunction:
-    """Acceptance under sampling tensors that `change` has altered."""
-    return lambda *call, sampling, **keys: accept(*call, sampling=change(sampling), **keys)
-
-
-temperature_ignored = sampling_fault(lambda s: s._replace(temperature=torch.ones_like(s.temperature)))

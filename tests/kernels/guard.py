@@ -7,8 +7,6 @@ the same address. The hooks are two internal functions of the interpreter whose 
 versions of Triton. Inside `poisoned()` new allocations are filled with NaN, or with -7777 for integers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

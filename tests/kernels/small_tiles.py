@@ -1,7 +1,5 @@
 """Tiles of the interpreter that are smaller than most inputs, as the tiles of a GPU are."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

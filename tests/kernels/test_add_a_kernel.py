@@ -1,7 +1,5 @@
 """`docs/add_a_kernel.md` works as it stands: a copy of the tree gets its family, and its commands pass there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -17,7 +15,7 @@ pytestmark = pytest.mark.commands
 PAGE = (ROOT / "docs" / "add_a_kernel.md").read_text(encoding="utf-8")
 FAMILY = "relu2"
 FACADE = "specdec_kernels/__init__.py"
-FILES = dict(re.findall(r"^`([\w/]+\.py)`\n\n```python\n(.*?)^```", PAGE, re.M | re.S))
+FILES = dict(re.findall(r"^`([\w/]+\.(?:py|txt))`\n\n```\w+\n(.*?)^```", PAGE, re.M | re.S))
 COMMANDS = "".join(re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)).splitlines()
 
 
@@ -53,7 +51,7 @@ def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_kernel_touches_two_places_beside_its_own_folder() -> None:
     own = [name for name in FILES if name.startswith(f"specdec_kernels/{FAMILY}/")]
     assert {Path(name).name for name in own} >= {"__init__.py", "api.py", "reference.py", "kernel.py", "cases.py"}
-    assert [name for name in FILES if name not in own] == [FACADE, f"tests/mutants/{FAMILY}.py"]
+    assert [name for name in FILES if name not in own] == [FACADE, f"tests/mutants/{FAMILY}.txt"]
     assert len(FILES[FACADE].splitlines()) == 1, "one line in the facade"
     assert [name for name in FILES if (ROOT / name).exists()] == [FACADE], "all other files are new"
 
@@ -90,7 +88,7 @@ def test_a_family_without_its_line_in_the_facade_is_noticed(tree: Path) -> None:
     whole = facade.read_text(encoding="utf-8")
     facade.write_text(re.sub(rf".*{re.escape(FILES[FACADE])}", "", whole), encoding="utf-8")
     try:
-        done = run(tree, "-m", "pytest", "-q", "tests/kernels/test_facade.py")
+        done = run(tree, "-m", "pytest", "-q", "tests/kernels/test_family_layout.py")
     finally:
         facade.write_text(whole, encoding="utf-8")
     assert done.returncode == 1 and "test_type_checkers_see_every_family" in done.stdout, done.stdout

@@ -3,17 +3,11 @@
 The truth is `attention_truth.dense`.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 from specdec_kernels.attention import paged_attention, paged_attention_with_lse
-from specdec_kernels.attention.cases_inputs import attention_inputs, changed
 from specdec_kernels.attention.configs import UNSPLIT, attention_config
-from specdec_kernels.cases import Maker
 from specdec_kernels.launch import CHIPS
 from tests.kernels.attention_truth import agree, dense, inputs
 
@@ -60,38 +54,6 @@ def test_half_precision_is_as_good_as_eager(length: int, split_tokens: int) -> N
     kernel = (paged_attention(**half, impl="triton").double() - expected).abs().max()
     eager = (paged_attention(**half, impl="reference").double() - expected).abs().max()
     assert kernel <= 2 * eager
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(mode="causal"), "chain, block, tree"),
-        (dict(q=torch.zeros(2, 3, 5, 16)), "multiple of kv's 2, got 5"),
-        (
-            dict(q=torch.zeros(2, 3, 4, 16, dtype=torch.float16)),
-            "expected dtype torch.float16 or torch.float8_e4m3fn, got torch.float32",
-        ),
-        (dict(lengths=torch.zeros(3, dtype=torch.int64)), r"lengths: expected shape \[2\], got \[3\]"),
-        (dict(mask=torch.zeros(2, 3, 1, dtype=torch.int64)), "mask: expected with mode 'tree' only"),
-        (dict(split_tokens=0), "split_tokens: expected at least 1, got 0"),
-        (dict(depths=torch.zeros(2, 3, dtype=torch.int32)), "depths: expected with mode 'tree' and a window only"),
-        (dict(soft_cap=-1.0), "soft_cap: expected a positive number, got -1.0"),
-        (dict(v_scale=torch.ones(4)), r"v_scale: expected shape \[2\], got \[4\]"),
-        (dict(tuning=dict(warps=4)), "tuning: expected fields among block_m, .*, got warps"),
-        (dict(impl="cuda"), "impl: expected one of"),
-    ],
-)
-def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
-    arguments = changed(attention_inputs(Maker.seeded("cpu"), "chain", 3, (4, 9)), **change)
-    with pytest.raises(ValueError, match=message):
-        paged_attention(**arguments)
-
-
-def test_the_kernel_refuses_float64() -> None:
-    arguments = inputs("chain", 2, (3,))
-    doubled = arguments | dict(q=arguments["q"].double(), kv=arguments["kv"].double())
-    with pytest.raises(ValueError, match="impl='reference'"):
-        paged_attention(**doubled, impl="triton")
 
 
 @pytest.mark.parametrize("kv_bytes", [1, 2, 4])

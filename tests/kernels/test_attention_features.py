@@ -1,7 +1,5 @@
 """Windows, sinks, caps, fp8 pools and wide trees of paged attention, and how they relate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -31,26 +29,18 @@ def run_with_lse(arguments: dict[str, Any], **options: Any) -> tuple[torch.Tenso
 
 SHAPES = st.fixed_dictionaries(
     dict(
-        num_nodes=st.integers(1, 9),
-        lengths=st.lists(st.integers(0, 90), min_size=1, max_size=2),
-        seed=st.integers(0, 1000),
-        window=st.sampled_from([None, 1, 3, 17, 64]),
-        page_size=st.sampled_from([1, 5, 16, 256]),
-        soft_cap=st.sampled_from([None, 2.0]),
-        sinks=st.booleans(),
+        num_nodes=st.integers(1, 9), lengths=st.lists(st.integers(0, 90), min_size=1, max_size=2),
+        seed=st.integers(0, 1000), window=st.sampled_from([None, 1, 3, 17, 64]),
+        page_size=st.sampled_from([1, 5, 16, 256]), soft_cap=st.sampled_from([None, 2.0]), sinks=st.booleans(),
     )
-)
+)  # fmt: skip
 
 
 @settings(max_examples=14)
 @given(
-    shape=SHAPES,
-    mode=st.sampled_from(["chain", "block", "tree"]),
-    extra_slots=st.sampled_from([None, 0, 5, 70]),
-    blind=st.booleans(),
-    split_tokens=st.sampled_from([None, 16]),
-    block_n=st.sampled_from([16, 32]),
-)
+    shape=SHAPES, mode=st.sampled_from(["chain", "block", "tree"]), extra_slots=st.sampled_from([None, 0, 5, 70]),
+    blind=st.booleans(), split_tokens=st.sampled_from([None, 16]), block_n=st.sampled_from([16, 32]),
+)  # fmt: skip
 def test_any_combination(
     shape: dict[str, Any], mode: str, extra_slots: int | None, blind: bool, split_tokens: int | None, block_n: int
 ) -> None:

@@ -1,7 +1,5 @@
 """The tile schedule of paged attention: it covers each key of each row once, and planned calls are the same calls."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -10,22 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_kernels.attention import (
-    AttentionMetadata,
-    AttentionShape,
-    configs,
-    paged_attention,
-    paged_attention_with_lse,
-    plan_attention,
-)
-from specdec_kernels.attention.cases_inputs import changed, plan_arguments
+from specdec_kernels import attention
+from specdec_kernels.attention.cases_inputs import plan_arguments
 from specdec_kernels.attention.types import WorkShape
 from specdec_kernels.launch import record_launches
 from tests.kernels.attention_truth import DEVICE, inputs
 
 
-def planned(arguments: dict[str, Any], function: Any = paged_attention) -> Any:
-    tile_schedule = plan_attention(**plan_arguments(arguments), impl="triton")
+def planned(arguments: dict[str, Any], function: Any = attention.paged_attention) -> Any:
+    tile_schedule = attention.plan_attention(**plan_arguments(arguments), impl="triton")
     return function(**arguments, tile_schedule=tile_schedule, impl="triton")
 
 
@@ -44,8 +35,8 @@ def test_a_tile_schedule_changes_no_bit(
     lengths, q_lens = zip(*requests, strict=True)
     arguments = inputs(mode, 6, lengths, seed, heads=(2, 1), q_lens=q_lens, window=window, sinks=True)
     arguments |= dict(split_tokens=split_tokens, tuning=dict(resident_programs=resident))
-    plain = paged_attention_with_lse(**arguments, impl="triton")
-    for left, right in zip(plain, planned(arguments, paged_attention_with_lse), strict=True):
+    plain = attention.paged_attention_with_lse(**arguments, impl="triton")
+    for left, right in zip(plain, planned(arguments, attention.paged_attention_with_lse), strict=True):
         assert torch.equal(left, right)
 
 
@@ -54,7 +45,7 @@ def test_a_tile_schedule_changes_no_bit(
 def test_the_order_of_the_batch_does_not_matter(mode: str, plan: bool) -> None:
     """Bit for bit. The other requests of the batch do not matter either."""
     arguments = inputs(mode, 4, (80, 7, 0, 40), heads=(2, 1), split_tokens=32, q_lens=(4, 3, 0, 2), window=50)
-    call = planned if plan else lambda a: paged_attention(**a, impl="triton")
+    call = planned if plan else lambda a: attention.paged_attention(**a, impl="triton")
     together = call(arguments)
     order = torch.tensor([2, 0, 3, 1], device=DEVICE)
 
@@ -81,22 +72,16 @@ def test_a_tile_schedule_covers_the_keys_once(
     lengths, q_lens = zip(*requests, strict=True)
     longest = 20 * split_tokens
     tuning = dict(block_m=32, block_n=16, first_splits=3, longest_split=longest, max_splits=max_splits)
-    metadata = AttentionMetadata(
+    metadata = attention.AttentionMetadata(
         page_table=torch.zeros(len(lengths), 194, dtype=torch.int32, device=DEVICE),
-        lengths=torch.tensor(lengths, device=DEVICE),
-        mode="tree",
-        q_lens=torch.tensor(q_lens, dtype=torch.int32, device=DEVICE),
-        tree_width=slots,
-        max_length=3100,
+        lengths=torch.tensor(lengths, device=DEVICE), mode="tree",
+        q_lens=torch.tensor(q_lens, dtype=torch.int32, device=DEVICE), tree_width=slots, max_length=3100,
         window=window,
-    )
-    plan = plan_attention(
-        metadata,
-        AttentionShape(70, 4, 2, 64, 16, torch.bfloat16, torch.bfloat16),
-        split_tokens=split_tokens,
-        tuning=tuning,
-        impl="reference",
-    )
+    )  # fmt: skip
+    plan = attention.plan_attention(
+        metadata, attention.AttentionShape(70, 4, 2, 64, 16, torch.bfloat16, torch.bfloat16),
+        split_tokens=split_tokens, tuning=tuning, impl="reference",
+    )  # fmt: skip
     items = plan.items[: int(plan.num_items)].tolist()
     assert len({tuple(item) for item in items}) == len(items)
     assert not plan.items[int(plan.num_items) :].any()
@@ -120,7 +105,7 @@ def test_a_tile_schedule_covers_the_keys_once(
 @pytest.mark.parametrize("programs", [1, 8, 40, 64, 100, 160, 264, 300, 512, 5000])
 def test_splits_fill_the_chip_in_whole_rounds(programs: int) -> None:
     """At most a tenth of the last round is empty, or there are many rounds. A full chip splits keys no further."""
-    config = configs.spread(configs.AttentionConfig(64, 64, 4, 3, 128, slots=264), programs)
+    config = attention.configs.spread(attention.configs.AttentionConfig(64, 64, 4, 3, 128, slots=264), programs)
     rounds = programs * config.first_splits / config.slots
     assert math.ceil(rounds) <= 1.1 * rounds or rounds > 4 or config.first_splits == 16
     assert config.first_splits == 1 or rounds <= 8
@@ -132,7 +117,7 @@ def test_short_programs_over_a_window_have_short_tiles() -> None:
 
     def keys(window: int | None, sequences: int, rows: int = 64, **options: Any) -> int:
         told = options | dict(window=window, sequences=sequences)
-        return configs.attention_config("sm90", 128, rows, 8192, **told).block_n
+        return attention.configs.attention_config("sm90", 128, rows, 8192, **told).block_n
 
     assert [keys(window, 64) for window in (1, 4096, 8448, 8449, None)] == [32, 32, 32, 64, 64]  # 64 of 264 slots
     assert [keys(window, 512) for window in (1, 128, 2048, 2049, None)] == [32, 32, 32, 64, 64]
@@ -143,8 +128,8 @@ def test_short_programs_over_a_window_have_short_tiles() -> None:
 @pytest.mark.parametrize("batch, num_nodes", [(1, 1), (1, 16), (8, 1), (8, 16), (8, 64), (64, 1), (64, 16)])
 def test_a_draft_adds_no_round_of_splits(batch: int, num_nodes: int) -> None:
     """A prompt of 2^n tokens and the nodes behind it are cut as 2^n tokens are, so that rounds stay whole."""
-    config = configs.attention_config("sm90", 128, 4 * num_nodes, 1 << 20)
-    config = configs.spread(config, batch * 8 * -(-4 * num_nodes // config.block_m))
+    config = attention.configs.attention_config("sm90", 128, 4 * num_nodes, 1 << 20)
+    config = attention.configs.spread(config, batch * 8 * -(-4 * num_nodes // config.block_m))
     cut = (config.block_m, config.split_tokens, config.first_splits, config.longest_split, config.max_splits)
     work = WorkShape(batch, num_nodes, 4, num_nodes, False, 1 << 20, None, *cut, num_splits=1)
     for exponent in range(13, 18):  # shorter requests have splits of the least length
@@ -155,11 +140,11 @@ def test_a_draft_adds_no_round_of_splits(batch: int, num_nodes: int) -> None:
 def test_splits_at_the_bound_of_memory(monkeypatch: pytest.MonkeyPatch, plan: bool) -> None:
     """Where partial results of a request would take more than the bound, its splits grow; others keep their bits."""
     arguments = inputs("tree", 4, (150, 7, 90), heads=(2, 1), split_tokens=16)
-    call = planned if plan else lambda a: paged_attention(**a, impl="triton")
+    call = planned if plan else lambda a: attention.paged_attention(**a, impl="triton")
     free, heads, head_dim = call(arguments), arguments["q"].shape[2], arguments["q"].shape[3]
-    monkeypatch.setattr(configs, "PARTIAL_BYTES", 3 * 4 * heads * (head_dim * 4 + 4))
+    monkeypatch.setattr(attention.configs, "PARTIAL_BYTES", 3 * 4 * heads * (head_dim * 4 + 4))
     bounded = call(arguments)
-    torch.testing.assert_close(bounded, paged_attention(**arguments, impl="reference"), rtol=3e-6, atol=3e-6)
+    torch.testing.assert_close(bounded, attention.paged_attention(**arguments, impl="reference"), rtol=3e-6, atol=3e-6)
     assert torch.equal(bounded[1], free[1]) and not torch.equal(bounded[0], free[0])
 
 
@@ -168,31 +153,21 @@ def test_partial_results_are_bounded(num_nodes: int, splits: int) -> None:
     """At most 8 MiB per request, however long it is; with a tile schedule as without."""
     batch, length, heads, head_dim = 3, 1 << 17, 32, 128
     make = dict(device="meta", dtype=torch.bfloat16)
-    metadata = AttentionMetadata(
+    metadata = attention.AttentionMetadata(
         torch.empty(batch, length // 16, dtype=torch.int32, device="meta"),
         torch.empty(batch, dtype=torch.int64, device="meta"),
         "chain",
     )
     q, kv = torch.empty(batch, num_nodes, heads, head_dim, **make), torch.empty(2, 9, 16, 8, head_dim, **make)
     with record_launches("sm90") as launches:
-        tile_schedule = plan_attention(metadata, AttentionShape.of(q, kv))
-        paged_attention(q, kv, metadata, tile_schedule=tile_schedule)
+        tile_schedule = attention.plan_attention(metadata, attention.AttentionShape.of(q, kv))
+        attention.paged_attention(q, kv, metadata, tile_schedule=tile_schedule)
     if splits == 1:
         assert len(launches) == 2
         return
     partial, lse = launches[2].args[:2]
     assert partial.shape == (batch * splits, num_nodes, heads, head_dim)
-    assert partial.numel() * 2 + lse.numel() * 4 <= batch * configs.PARTIAL_BYTES
-
-
-def test_a_tile_schedule_of_another_shape_is_refused() -> None:
-    arguments = inputs("chain", 3, (40, 2), split_tokens=16)
-    tile_schedule = plan_attention(**plan_arguments(arguments), impl="triton")
-    with pytest.raises(ValueError, match="window 9 in the call, None in the list"):
-        paged_attention(**changed(arguments, window=9), tile_schedule=tile_schedule, impl="triton")
-    shape = AttentionShape.of(arguments["q"], arguments["kv"])._replace(heads=3)
-    with pytest.raises(ValueError, match="heads: expected a multiple of kv_heads 2, got 3"):
-        plan_attention(arguments["metadata"], shape)
+    assert partial.numel() * 2 + lse.numel() * 4 <= batch * attention.configs.PARTIAL_BYTES
 
 
 def test_a_request_without_rows_has_no_slots() -> None:

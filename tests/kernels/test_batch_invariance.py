@@ -1,8 +1,6 @@
 """Bits of one text: the same for a row of attention wherever it is computed, and for a row of any other kernel of a
 forward whatever the number of rows."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,7 +38,7 @@ class Text(NamedTuple):
     sinks: torch.Tensor | None
 
     @classmethod
-    def of(cls, kind: str, dtype: torch.dtype = DTYPE) -> Text:
+    def of(cls, kind: str, dtype: torch.dtype = DTYPE) -> "Text":
         make = Maker.seeded(DEVICE, dtype)
         fields = dict(KINDS[kind])
         sinks = torch.linspace(-1, 2, HEADS, device=DEVICE) if fields.pop("sinks", False) else None

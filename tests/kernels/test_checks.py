@@ -1,7 +1,5 @@
 """Checks of values: what passes, and what the message says of the rest."""
 
-from __future__ import annotations
-
 from math import inf, nan
 from typing import Annotated, NamedTuple
 

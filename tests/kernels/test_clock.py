@@ -1,7 +1,5 @@
 """Borders between the parts of captured work: what is summed where, and a kernel that compiles for every chip."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,19 +18,6 @@ def test_time_counts_for_the_part_that_ends(monkeypatch: pytest.MonkeyPatch) -> 
     for place in (0, 1, 2, 0, 1, 2):
         pass_border(times, place)
     assert times.tolist() == [53_000, 3_000 + 1_000, 5_000 + 2_000]
-
-
-@pytest.mark.parametrize(
-    ("times", "place", "message"),
-    [
-        (torch.zeros(3, dtype=torch.int64), 3, "place: expected 0 to 2, got 3"),
-        (torch.zeros(3), 0, "expected a contiguous .* int64, got .*float32"),
-        (torch.zeros(2, 3, dtype=torch.int64), 0, r"expected a contiguous .* got \[2, 3\]"),
-    ],
-)
-def test_what_does_not_fit_is_refused(times: torch.Tensor, place: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pass_border(times, place)
 
 
 @pytest.mark.timeout(600)

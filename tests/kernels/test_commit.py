@@ -1,7 +1,5 @@
 """A worked commit: the state of each request after a step."""
 
-from __future__ import annotations
-
 import torch
 
 from specdec_kernels import commit_step
@@ -18,20 +16,11 @@ def test_a_step_by_hand(impl: str) -> None:
     lengths, last_tokens = ints([2, 3]), ints([12, 23])
     history = ints([[10, 11, 12, 0, 0, 0], [20, 21, 22, 23, 0, 0]])
     committed = commit_step(
-        ints([[12, 13, 14], [23, 24, 25]]),
-        ints([[1, 2, -1], [1, 2, -1]], torch.int32),
-        ints([[-1, -1, -1], [-1, -1, -1]], torch.int32),
-        ints([[13, 19, -1], [24, 25, 26]]),
-        ints([1, 2], torch.int32),
-        ints([[0, 1, -1], [0, 1, 2]], torch.int32),
-        torch.tensor([True, True], device=DEVICE),
-        None,
-        active=ints([1, 0], torch.int32),
-        lengths=lengths,
-        last_tokens=last_tokens,
-        history=history,
-        impl=impl,
-    )
+        ints([[12, 13, 14], [23, 24, 25]]), ints([[1, 2, -1], [1, 2, -1]], torch.int32),
+        ints([[-1, -1, -1], [-1, -1, -1]], torch.int32), ints([[13, 19, -1], [24, 25, 26]]), ints([1, 2], torch.int32),
+        ints([[0, 1, -1], [0, 1, 2]], torch.int32), torch.tensor([True, True], device=DEVICE), None,
+        active=ints([1, 0], torch.int32), lengths=lengths, last_tokens=last_tokens, history=history, impl=impl,
+    )  # fmt: skip
     assert lengths.tolist() == [4, 3]
     assert last_tokens.tolist() == [19, 23]
     assert history.tolist() == [[10, 11, 12, 13, 19, 0], [20, 21, 22, 23, 0, 0]]

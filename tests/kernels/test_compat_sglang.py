@@ -4,8 +4,6 @@ The oracles below compute the documented result entry by entry; none of them sha
 contents before the call, because SGLang writes into tensors of its own.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any
@@ -17,15 +15,7 @@ from hypothesis import strategies as st
 
 from specdec_kernels.cases import Maker
 from specdec_kernels.compat import sglang
-from specdec_kernels.compat.sglang import TreeMaskMode
-from specdec_kernels.compat.sglang.cases import (
-    build_inputs,
-    greedy_inputs,
-    random_links,
-    sampling_inputs,
-    tree_outputs,
-    walk_outputs,
-)
+from specdec_kernels.compat.sglang import TreeMaskMode, cases
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAKE = Maker.seeded(DEVICE)
@@ -82,7 +72,7 @@ def run_build(
     batch, nodes = len(selected), len(selected[0]) + 1
     packed = mode is TreeMaskMode.QLEN_ONLY_BITPACKING
     mask = old(batch * nodes, torch.uint8) * 0 if packed else old(batch * nodes * nodes, torch.bool)
-    outputs = tree_outputs(MAKE, batch, nodes)
+    outputs = cases.tree_outputs(MAKE, batch, nodes)
     sglang.build_tree_kernel_efficient(
         ints(parent_list), ints(selected), ints(lengths), mask, *outputs.values(), topk, depth, nodes, int(mode),
         impl=impl,
@@ -135,7 +125,7 @@ def test_longer_inputs_are_read_from_their_beginning(impl: str) -> None:
     for spare in (0, 3):
         parents = torch.cat([ints([-1, 0, 1, -1, 1, 0]), ints([9] * 2 * spare)]).view(2, 3 + spare)
         selected = torch.cat([ints([0, 1, 2, 1, 0, 2]), ints([7] * 2 * spare)]).view(2, 3 + spare)
-        outputs, mask = tree_outputs(MAKE, 2, 4), torch.zeros(32, dtype=torch.bool, device=DEVICE)
+        outputs, mask = cases.tree_outputs(MAKE, 2, 4), torch.zeros(32, dtype=torch.bool, device=DEVICE)
         sglang.build_tree_kernel_efficient(
             parents, selected, ints([5, 8]), mask, *outputs.values(), 2, 2, 4, 1, impl=impl
         )
@@ -154,7 +144,9 @@ def test_longer_inputs_are_read_from_their_beginning(impl: str) -> None:
 )
 def test_trees_of_random_choices(topk: int, depth: int, nodes: int, mode: TreeMaskMode, impl: str) -> None:
     """Random choices, with orphans and their children among them."""
-    inputs = build_inputs(Maker.seeded(DEVICE, seed=topk), batch=5, nodes=nodes, mode=mode, topk=topk, depth=depth)
+    inputs = cases.build_inputs(
+        Maker.seeded(DEVICE, seed=topk), batch=5, nodes=nodes, mode=mode, topk=topk, depth=depth
+    )
     before = inputs["tree_mask"].tolist()
     lengths = inputs["verified_seq_len"].tolist()
     sglang.build_tree_kernel_efficient(**inputs, impl=impl)
@@ -183,7 +175,7 @@ def test_links_of_a_mask(impl: str, data: st.DataObject, nodes: int) -> None:
     parents = [None] + [data.draw(st.integers(0, i - 1)) for i in range(1, nodes)]
     tree = tree_in_python(parents, 30, nodes)
     mask = torch.tensor([[j in tree["seen"][i] for j in range(nodes)] for i in range(nodes)], device=DEVICE)
-    outputs = tree_outputs(MAKE, 1, nodes)
+    outputs = cases.tree_outputs(MAKE, 1, nodes)
     sglang.reconstruct_indices_from_tree_mask(mask.flatten(), ints([30]), *outputs.values(), 1, nodes, impl=impl)
     assert outputs["retrive_next_token"].tolist() == [tree["child"]]
     assert outputs["retrive_next_sibling"].tolist() == [tree["sibling"]]
@@ -239,7 +231,7 @@ def listed(inputs: dict[str, Any]) -> dict[str, list]:
 
 @pytest.mark.parametrize("nodes, path, vocab", [(1, 1, 3), (2, 2, 2), (9, 5, 3), (9, 2, 2), (17, 17, 2), (9, 1, 2)])
 def test_greedy_walks(nodes: int, path: int, vocab: int, impl: str) -> None:
-    inputs = greedy_inputs(Maker.seeded(DEVICE, seed=nodes), 12, nodes, path, vocab)
+    inputs = cases.greedy_inputs(Maker.seeded(DEVICE, seed=nodes), 12, nodes, path, vocab)
     given_ = listed(inputs)
     sglang.verify_tree_greedy(**inputs, impl=impl)
     expect_walk(inputs, [walk_greedy(given_, b, nodes, path) for b in range(12)], nodes, path)
@@ -250,7 +242,7 @@ def walked(path: int, candidates: list, child: list, sibling: list) -> dict[str,
     tokens = ints(candidates)
     links = dict(retrive_next_token=ints(child), retrive_next_sibling=ints(sibling))
     index = torch.arange(tokens.numel(), device=DEVICE).view(tokens.shape)
-    return walk_outputs(MAKE, *tokens.shape, path) | dict(candidates=tokens, retrive_index=index, **links)
+    return cases.walk_outputs(MAKE, *tokens.shape, path) | dict(candidates=tokens, retrive_index=index, **links)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +306,7 @@ def sample_walk(inputs: dict[str, list], b: int, path: int, single: float, acc: 
 def test_sampled_walks(nodes: int, path: int, vocab: int, thresholds: tuple[float, float], impl: str) -> None:
     """Duplicate siblings and tokens outside the vocabulary among them; sums are exact, so results are too."""
     make = Maker.seeded(DEVICE, seed=nodes)
-    inputs = sampling_inputs(make, 12, nodes, path, vocab, *thresholds)
+    inputs = cases.sampling_inputs(make, 12, nodes, path, vocab, *thresholds)
     inputs["candidates"] = make.integers(0, vocab + 1, 12, nodes)
     given_ = listed(inputs)
     sglang.tree_speculative_sampling_target_only(**inputs, deterministic=True, impl=impl)
@@ -367,7 +359,7 @@ def test_a_full_path_ends_with_the_whole_target(path: int, final: float, token: 
 def test_packed_rows_of_every_type(kind: torch.dtype, impl: str) -> None:
     """A chain as long as the type has bits, so that its last row has all of them set."""
     nodes = min(torch.iinfo(kind).bits, 40)
-    inputs = build_inputs(MAKE, batch=2, nodes=nodes, mode=TreeMaskMode.QLEN_ONLY, topk=1, depth=nodes)
+    inputs = cases.build_inputs(MAKE, batch=2, nodes=nodes, mode=TreeMaskMode.QLEN_ONLY, topk=1, depth=nodes)
     inputs |= dict(tree_mask=torch.zeros(2 * nodes, dtype=kind, device=DEVICE), tree_mask_mode=2)
     inputs["selected_index"] = torch.arange(nodes - 1, device=DEVICE).repeat(2, 1)
     inputs["parent_list"] = torch.arange(-1, nodes - 1, device=DEVICE).repeat(2, 1)
@@ -501,12 +493,9 @@ def test_unpaged_drafts_need_no_lengths_of_pages(impl: str) -> None:
 
 
 @given(
-    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    topk=st.integers(1, 3),
-    steps=st.integers(1, 3),
-    page=st.sampled_from([1, 2, 4]),
-    window=st.sampled_from([0, 2, 5]),
-)
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=4), topk=st.integers(1, 3), steps=st.integers(1, 3),
+    page=st.sampled_from([1, 2, 4]), window=st.sampled_from([0, 2, 5]),
+)  # fmt: skip
 def test_decode_indices(impl: str, lengths: list[int], topk: int, steps: int, page: int, window: int) -> None:
     table, rows = pool(len(lengths), 80)
     sink = 1 if window else 0
@@ -645,7 +634,7 @@ def test_wrong_input_is_refused() -> None:
         sglang.create_draft_kv_indices(old(3), old(3), rows, table, rows, 1)
     with pytest.raises(ValueError, match="grid: expected a tuple of integers"):
         sglang.assign_extend_cache_locs[2]  # type: ignore[index]
-    outputs = tree_outputs(MAKE, 1, 4)
+    outputs = cases.tree_outputs(MAKE, 1, 4)
     mask = torch.zeros(16, dtype=torch.bool, device=DEVICE)
     with pytest.raises(ValueError, match="tree_mask: expected 9 bool cells, got 16"):
         sglang.reconstruct_indices_from_tree_mask(mask, ints([1]), *outputs.values(), 1, 3)
@@ -653,8 +642,8 @@ def test_wrong_input_is_refused() -> None:
         sglang.build_tree_kernel_efficient(
             ints([[-1, 0, 1]]), ints([[0, 1, 2]]), ints([1]), mask[:3], *outputs.values(), 2, 2, 4, 1
         )
-    walk = walk_outputs(MAKE, 2, 3, 2)
-    links = random_links(MAKE, 2, 3)
+    walk = cases.walk_outputs(MAKE, 2, 3, 2)
+    links = cases.random_links(MAKE, 2, 3)
     with pytest.raises(ValueError, match="predicts's entries: expected at least 6, got 5"):
         sglang.verify_tree_greedy(
             **(walk | dict(predicts=old(5, torch.int32))), candidates=old(6).view(2, 3), **links,

@@ -1,7 +1,5 @@
 """The gate compiles for a chip that is not there, and refuses what does not fit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import textwrap

@@ -6,8 +6,6 @@ bisection. A small vocabulary is measured whole, through the kernel and through 
 shipped vocabulary. Chosen tokens of it are checked everywhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 
@@ -35,13 +33,9 @@ class Shape:
     def logits(self, vocab: int) -> torch.Tensor:
         noise = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab))
         logits = {
-            "flat": noise * 0,
-            "hot": noise * 2,
-            "plain": noise * 3,
-            "peaked": noise * 2 - 12,
-            "two_level": torch.where(torch.arange(vocab) % 37 == 5, 4.0, -9.0),
-            "top_p": noise * 2,
-        }[self.name]
+            "flat": noise * 0, "hot": noise * 2, "plain": noise * 3, "peaked": noise * 2 - 12,
+            "two_level": torch.where(torch.arange(vocab) % 37 == 5, 4.0, -9.0), "top_p": noise * 2,
+        }[self.name]  # fmt: skip
         if self.name == "peaked":
             logits[vocab // 3] = 5.0
         logits[[0, vocab // 2, vocab - 1]] = float("-inf")

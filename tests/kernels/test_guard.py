@@ -1,7 +1,5 @@
 """The guard reports each kind of fault that it checks for, and accepts a correct kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

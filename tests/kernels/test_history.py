@@ -1,8 +1,6 @@
 """What the history store keeps, and which drafts it gives: worked examples, random sessions against a definition in
 lists, and thousands of requests at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec_kernels as kernels
-from specdec_kernels import HistoryDraft, HistoryStore, build_tree
+from specdec_kernels import HistoryDraft, HistoryStore
 from specdec_kernels.cases import Maker
 from specdec_kernels.history.cases import match_inputs
 from specdec_kernels.history.configs import CONFIGS
@@ -111,15 +109,6 @@ def test_suffix_drafting_prefers_what_is_frequent_and_ngrams_what_is_late(impl: 
     assert "2" in drafted(store, 0, text, impl, num_nodes=16)
     assert drafted(store, 0, text, impl, num_nodes=16, min_path_prob=0.35) == ["1"]
     assert drafted(store, 0, text, impl, num_nodes=16, order="latest", min_path_prob=0.51) == ["2", "1", "2 ", "1 "]
-
-
-def test_only_candidates_vote(impl: str) -> None:
-    """After A 100 times, then B 17 times, the latest 16 matches are all of B; of the latest 64 most are of A."""
-    store, text = HistoryStore.create(1, 0, 600, DEVICE), "-A" * 100 + "-B" * 17 + "-"
-    serve(store, 0, text, impl)
-    given: dict[str, Any] = {"num_nodes": 2, "max_ngram": 1}
-    assert drafted(store, 0, text, impl, **given) == ["B"]
-    assert drafted(store, 0, text, impl, max_candidates=64, **given) == ["A"]
 
 
 def test_a_request_that_has_written_nothing_has_no_history(impl: str) -> None:
@@ -417,53 +406,6 @@ def test_very_old_histories_are_equally_old(impl: str) -> None:
     assert drafted(store, 2, "xa", impl, **latest) == ["1"]
     store.clock.add_(MAX_AGE)
     assert drafted(store, 2, "xa", impl, **latest) == ["2" if store.of_slot[1] > store.of_slot[0] else "1"]
-
-
-@pytest.mark.parametrize("order", ["latest", "frequent"])
-def test_padding_is_never_proposed(order: str, impl: str) -> None:
-    """A history without token 0 has no linked draft of token 0, however few drafts there are."""
-    store = HistoryStore.create(1, 0, 8, DEVICE)
-    insert(store, [(0, [5, 6, 7, 5], 0)], impl)
-    draft = match(store, 0, [5, 6, 7, 5], 12, impl, order=order)
-    links = build_tree(draft.parents, torch.tensor([3]), impl="reference")
-    linked = (set(links.first_child[0].tolist()) | set(links.next_sibling[0].tolist())) - {-1}
-    assert len(linked) == 3 and all(draft.tokens[0, node] != 0 for node in linked)
-    assert (draft.parents[0, 4:] == -2).all() and not draft.path_probs[0, 4:].any()
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"max_ngram": 64}, "max_ngram: expected 1 to 63, got 64"),
-        ({"order": "lru"}, "order: expected one of latest, frequent, got 'lru'"),
-        ({"lengths": torch.zeros(2, dtype=torch.int64)}, r"lengths: expected shape \[1\], got \[2\]"),
-        ({"history": torch.zeros(12, 2, dtype=torch.int64).t()[:1]}, "history: expected stride 1"),
-    ],
-)
-def test_bad_matches_are_refused(options: dict[str, Any], expected: str) -> None:
-    store, zero = HistoryStore.create(1, 1, 12, "cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
-    given = {"history": zero.expand(1, 12).contiguous(), "lengths": zero, "slots": zero, "num_nodes": 4}
-    with pytest.raises(ValueError, match=expected):
-        kernels.match_histories(store, **(given | {"max_ngram": 3, "order": "latest"} | options))
-
-
-def test_bad_insertions_are_refused() -> None:
-    store, zeros = HistoryStore.create(2, 1, 4, "cpu"), torch.zeros(2, dtype=torch.int64, device="cpu")
-    with pytest.raises(ValueError, match="counts: expected dtype torch.int32"):
-        kernels.insert_histories(store, zeros[:, None].expand(2, 4).contiguous(), zeros, zeros, zeros, 4)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ((0, 4, 9), "got 0 slots, 4 kept histories and 0 of a corpus"),
-        ((60000, 6000, 9), "65536 histories at most, got 60000 slots"),
-        ((1, 1, 1 << 24), "context: expected 1 to 16777215, got 16777216"),
-    ],
-)
-def test_bad_stores_are_refused(sizes: tuple[int, int, int], expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        HistoryStore.create(*sizes, "cpu")
 
 
 def test_the_last_part_of_a_corpus_is_shorter() -> None:

@@ -1,7 +1,5 @@
 """The fast interpreter: opt-in, the same functions in place while a kernel runs, and gone after it."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

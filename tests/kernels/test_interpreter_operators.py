@@ -1,7 +1,5 @@
 """The short ways of the fast interpreter against Triton's own: values, and every type that a result carries."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from itertools import product

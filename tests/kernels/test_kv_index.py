@@ -1,8 +1,5 @@
 """Page-table arithmetic over random tables, position by position in plain Python."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,18 +97,3 @@ def test_a_path_outside_the_table_moves_nothing(impl: str) -> None:
     move_accepted(pool, as_table([[1]]), as_ints([1]), as_ints([[0, 3]], torch.int32), impl=impl)
     move_accepted(pool, as_table([[-1]]), as_ints([0]), as_ints([[0, 1]], torch.int32), impl=impl)
     assert torch.equal(pool, before)
-
-
-def test_wrong_input_is_refused() -> None:
-    table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    counts = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="page_size: expected at least 1, got 0"):
-        flashinfer_indices(table, lengths, 0)
-    with pytest.raises(ValueError, match="counts: expected dtype torch.int32"):
-        token_slots(table, lengths, lengths, 3, 4)
-    with pytest.raises(ValueError, match="width: expected at least 0"):
-        token_slots(table, lengths, counts, -1, 4)
-    with pytest.raises(ValueError, match="page_table: expected a contiguous tensor"):
-        flash_attention_table(torch.zeros(3, 2, dtype=torch.int32).t(), lengths, 4)
-    with pytest.raises(ValueError, match=r"kv: expected shape \[\*, 2, \*, \*, \*, \*\]"):
-        move_accepted(torch.zeros(1, 3, 2, 2, 1, 1), table, lengths, counts[:, None])

@@ -3,8 +3,6 @@
 A pool of that size is a sparse file, of which only the touched pages exist.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Chains and trees over a lattice, against enumeration, the formulas of the published heads, and by their law."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any
@@ -15,7 +13,6 @@ from specdec_kernels.cases import Maker
 from specdec_kernels.lattice import (
     Lattice,
     PairFactors,
-    SampledChain,
     dense_probs,
     greedy_chain,
     gru_step,
@@ -83,7 +80,6 @@ def paths_of(parents: torch.Tensor, candidates: torch.Tensor, width: int) -> lis
     return [paths[node] for node in sorted(paths) if node]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("num_nodes", [2, 9, 40, 45])
 def test_the_tree_holds_the_best_paths(num_nodes: int, impl: str) -> None:
     """Of all 39 paths of three positions with three candidates, and of fewer where a request drafts less."""
@@ -102,7 +98,6 @@ def test_the_tree_holds_the_best_paths(num_nodes: int, impl: str) -> None:
         assert (grown.parents[request, len(best) + 1 :] == -2).all()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_depths_and_links(impl: str) -> None:
     inputs = tree(Maker.seeded(), 3, 5, 4, num_nodes=16, counts=True)
     grown = lattice_tree(**inputs, impl=impl)
@@ -112,7 +107,6 @@ def test_depths_and_links(impl: str) -> None:
     assert torch.equal(used[:, 1:], grown.parents[:, 1:] >= 0)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_without_pairs_the_tree_is_that_of_the_marginals(impl: str) -> None:
     """Independent positions: the tree that `best_first_tree` grows from their probabilities."""
     lattice = make_lattice(Maker.seeded(), 2, 6, 5)
@@ -125,7 +119,6 @@ def test_without_pairs_the_tree_is_that_of_the_marginals(impl: str) -> None:
     torch.testing.assert_close(grown.scores, expected.scores, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_one_candidate_is_a_chain(impl: str) -> None:
     inputs = scored(Maker.seeded(), 3, 5, 1, counts=True)
     chain = greedy_chain(**inputs, impl=impl)
@@ -134,7 +127,6 @@ def test_one_candidate_is_a_chain(impl: str) -> None:
     assert (chain.scores == (chain.parents > -2).float()).all()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_the_greedy_chain_step_by_step(impl: str) -> None:
     inputs = scored(Maker.seeded(), 4, 5, 6, counts=True)
     inputs["lattice"].counts[0] = 5
@@ -151,7 +143,6 @@ def test_the_greedy_chain_step_by_step(impl: str) -> None:
         assert float(chain.scores[request, len(path)]) == pytest.approx(prob, rel=1e-5)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_greedy_requests_of_a_sampled_batch(impl: str) -> None:
     inputs = sampled(Maker.seeded(), 9, 6, 5, counts=True)
     greedy = inputs["temperature"] == 0
@@ -163,7 +154,6 @@ def test_greedy_requests_of_a_sampled_batch(impl: str) -> None:
     assert torch.equal(at, (chain.candidates[greedy, 1:] >= 0).float())
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_a_request_alone(impl: str) -> None:
     """A request's chain, bits of its probabilities included, does not depend on its batch."""
     inputs = sampled(Maker.seeded(), 5, 6, 5)
@@ -195,7 +185,6 @@ def test_probabilities_against_float64() -> None:
             chosen = chain.candidates[:, place + 1].long() % candidates
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_joint_law_of_a_sampled_chain(impl: str) -> None:
     """Pearson's statistic of all chains of three tokens, of one lattice for every request with its own seed."""
     rows, width = 20_000, 3
@@ -214,7 +203,6 @@ def test_joint_law_of_a_sampled_chain(impl: str) -> None:
     assert ((observed - expected) ** 2 / expected).sum() < chdtri(len(expected) - 1, ALPHA)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_the_uniforms_are_those_of_sampled_trees(impl: str) -> None:
     """With the whole vocabulary as candidates, in order, the chain is the one that `sample_children` samples."""
     vocab, depth, batch = 8, 4, 6
@@ -238,7 +226,6 @@ def test_the_uniforms_are_those_of_sampled_trees(impl: str) -> None:
         assert torch.equal(expected, chain.tokens)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_the_heads_of_published_drafters(impl: str) -> None:
     """Bias of a gated DSpark head over the vocabulary, and the selector of DFlash 2, at one pair of candidates."""
     make, vocab, rank, hidden = Maker.seeded(), 23, 12, 20
@@ -264,7 +251,6 @@ def test_half_precision_factors(gating: str) -> None:
     assert gap <= 16 * 2.0**-24 * expected.abs().max()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_half_precision_logits(impl: str) -> None:
     inputs = scored(Maker.seeded(dtype=torch.float16), 3, 4, 5)
     wide = inputs["lattice"]._replace(logits=inputs["lattice"].logits.float())
@@ -275,7 +261,6 @@ def test_half_precision_logits(impl: str) -> None:
         )
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_the_recurrent_head_of_dspark(impl: str) -> None:
     """Four steps from a state of zeros, with the joint projection of [s; e; h] written out."""
     make, rows, size, hidden = Maker.seeded(), 3, 12, 20
@@ -292,7 +277,6 @@ def test_the_recurrent_head_of_dspark(impl: str) -> None:
         state = step.state
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 def test_the_gru_is_that_of_torch(impl: str) -> None:
     inputs = gru(Maker.seeded(), 5, 23, 37)
     inputs["tokens"].clamp_(0, 18)
@@ -350,68 +334,3 @@ def test_verified_chains_have_the_law_of_the_target(rule: str, ragged: bool) -> 
     tokens, design = decode(accept, rule, temperature, ragged=ragged), make_design("agreeing")
     assert_distribution(tokens[temperature > 0], design, 0.7)
     assert (tokens[::8] == greedy_continuation(design)).all()
-
-
-def test_verified_chains_of_the_kernel() -> None:
-    temperature = torch.full((1_000,), 0.7)
-    tokens = decode(accept, "block", temperature, impl="triton", ragged=True)
-    assert torch.equal(tokens, decode(accept, "block", temperature, ragged=True))
-    assert_distribution(tokens, make_design("agreeing"), 0.7)
-
-
-def probs_of_another_position(*call: Any, draft_probs: torch.Tensor, **keys: Any) -> Accepted:
-    return accept(*call, draft_probs=draft_probs.roll(1, 1).contiguous(), **keys)
-
-
-def probs_of_another_predecessor(*call: Any, draft_probs: torch.Tensor, **keys: Any) -> Accepted:
-    """Those of another request, whose chain is another one."""
-    return accept(*call, draft_probs=draft_probs.roll(1, 0).contiguous(), **keys)
-
-
-def probs_at_another_temperature(*call: Any, draft_probs: torch.Tensor, **keys: Any) -> Accepted:
-    flatter = draft_probs**0.6
-    return accept(*call, draft_probs=flatter / flatter.sum(-1, keepdim=True), **keys)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [probs_of_another_position, probs_of_another_predecessor, probs_at_another_temperature],
-    ids=lambda f: f.__name__,
-)
-def test_the_law_refuses_a_fault(fault: AcceptFunction) -> None:
-    with pytest.raises(AssertionError, match="chi-square|was emitted"):
-        assert_distribution(decode(fault, "block", torch.full((30_000,), 0.7)), make_design("agreeing"), 0.7)
-
-
-def test_bad_input_is_named() -> None:
-    make = Maker.seeded()
-    inputs, pair = sampled(make, 2, 3, 4), factors_of(make, 2, 3, 4, 8, gating="token")
-    lattice, pairs, factors = inputs["lattice"], inputs["pairs"], pair["factors"]
-    with pytest.raises(ValueError, match=r"pairs: expected shape \[2, 3, 4, 4\], got \[2, 3, 4, 5\]"):
-        greedy_chain(lattice, torch.zeros(2, 3, 4, 5))
-    with pytest.raises(ValueError, match="C of tokens: expected 1 to 32, got 33"):
-        greedy_chain(make_lattice(make, 1, 2, 33), torch.zeros(1, 2, 33, 33))
-    with pytest.raises(ValueError, match="D of tokens: expected 1 to 32, got 33"):
-        greedy_chain(make_lattice(make, 1, 33, 2), torch.zeros(1, 33, 2, 2))
-    with pytest.raises(ValueError, match="counts: expected dtype torch.int32, got torch.int64"):
-        greedy_chain(lattice._replace(counts=torch.ones(2, dtype=torch.int64)), pairs)
-    with pytest.raises(ValueError, match="expected seeds and positions, or uniforms; got neither"):
-        sample_chain(lattice, pairs, inputs["temperature"], inputs["seeds"], None)
-    with pytest.raises(ValueError, match="num_nodes: expected 1"):
-        lattice_tree(lattice, pairs, 0)
-    with pytest.raises(ValueError, match="token_gates: expected gates with them, got None"):
-        pair_scores(pair["lattice"], factors._replace(gates=None))
-    with pytest.raises(ValueError, match="gates: expected dtype torch.float32, got torch.float16"):
-        pair_scores(pair["lattice"], factors._replace(gates=factors.gates.half()))
-    step = rnn(make, 3, 8)
-    with pytest.raises(ValueError, match=r"weight: expected shape \[24, 16\], got \[24, 8\]"):
-        rnn_step(**(step | dict(weight=torch.zeros(24, 8))))
-    with pytest.raises(ValueError, match="weight: expected stride 1 in the last dimension"):
-        rnn_step(**(step | dict(weight=torch.zeros(16, 24).T)))
-    with pytest.raises(ValueError, match=r"weight_ih: expected shape \[24, 12\], got \[24, 8\]"):
-        gru_step(**(gru(make, 3, 8, 12) | dict(weight_ih=torch.zeros(24, 8))))
-
-
-def test_a_sampled_chain_is_a_selection() -> None:
-    chain = sample_chain(**sampled(Maker.seeded(), 2, 3, 4), impl="reference")
-    assert isinstance(chain, SampledChain) and chain.tokens.shape == (2, 4) and chain.probs.shape == (2, 3, 4)

@@ -1,7 +1,5 @@
 """A launch goes to the GPU that holds its tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

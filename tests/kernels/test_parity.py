@@ -9,8 +9,6 @@ interpreter every load and store is checked. On a GPU the same cases run compile
 One family alone: `python -m pytest -q tests/kernels/test_parity.py -k kv_write`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib import import_module

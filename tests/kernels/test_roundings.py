@@ -4,8 +4,6 @@ Products have few bits, so that float32 holds every sum of them, and its order i
 a kernel that leaves one out, or has one more, differs from the separate operations in a large part of its results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -1,9 +1,5 @@
 """The random stream bit by bit, rows that do not depend on their batch, and rows that cannot be sampled."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import triton
@@ -114,22 +110,3 @@ def test_rows_without_a_usable_logit_are_marked(impl: str) -> None:
         picked = pick_tokens(logits, SamplingTensors(temperature), uniforms=ones.double() * 0.25, impl=impl)
         assert picked.valid.tolist() == [False, False, True, True, True]
         assert picked.tokens.tolist() == [0, 0, 2, 1, 0]
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"logits": torch.zeros(2, 0)}, "vocabulary of logits: expected at least 1"),
-        ({"logits": torch.zeros(5, 2).t()}, "logits: expected stride 1"),
-        ({"seeds": None}, "expected seeds and positions, or uniforms"),
-        ({"min_p": torch.ones(4)[::2]}, "min_p: expected a contiguous tensor"),
-        ({"stream": -1}, "stream: expected at least 0"),
-    ],
-)
-def test_wrong_input_is_refused(changes: dict[str, Any], message: str) -> None:
-    given = dict(logits=torch.zeros(2, 5), positions=torch.arange(2)) | changes
-    sampling = dict(temperature=torch.ones(2), seeds=torch.arange(2)) | changes
-    own = {name: given[name] for name in ("logits", "positions", "stream") if name in given}
-    fields = {name: sampling[name] for name in SamplingTensors._fields if name in sampling}
-    with pytest.raises(ValueError, match=message):
-        pick_tokens(**own, sampling=SamplingTensors(**fields))

@@ -1,7 +1,5 @@
 """Filters against sorting in Python, written distributions against the draws, penalties against sequential decoding."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -10,17 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from specdec_kernels import (
-    SamplingTensors,
-    apply_penalties,
-    build_tree,
-    count_tokens,
-    filtered_probs,
-    forbid_tokens,
-    pick_tokens,
-    top_k_renorm,
-    top_p_renorm,
-)
+import specdec_kernels as kernels
 from specdec_kernels.cases import Maker
 from specdec_kernels.sampling import kernel_nucleus as nucleus
 from specdec_kernels.sampling.cases import CASES
@@ -44,9 +32,9 @@ def _inputs(name: str) -> dict[str, Any]:
     return next(case for case in CASES if case.name == name).build(Maker.seeded(DEVICE))
 
 
-def chosen_at(chosen: Filter, rows: int, temperature: float = 1.0) -> SamplingTensors:
+def chosen_at(chosen: Filter, rows: int, temperature: float = 1.0) -> kernels.SamplingTensors:
     tensors = {name: tensor.to(DEVICE) for name, tensor in chosen.arguments(rows).items()}
-    return SamplingTensors(torch.full((rows,), temperature, device=DEVICE), **tensors)
+    return kernels.SamplingTensors(torch.full((rows,), temperature, device=DEVICE), **tensors)
 
 
 def with_ties(chosen: Filter, probs: list[float]) -> list[float]:
@@ -72,7 +60,7 @@ def with_ties(chosen: Filter, probs: list[float]) -> list[float]:
 def test_any_filter(impl: str, rows: list[list[float]], chosen: Filter, temperature: float) -> None:
     vocab = max(map(len, rows))
     logits = torch.tensor([row + [float("-inf")] * (vocab - len(row)) for row in rows], device=DEVICE)
-    probs = filtered_probs(logits, chosen_at(chosen, len(rows), temperature), impl=impl).cpu()
+    probs = kernels.filtered_probs(logits, chosen_at(chosen, len(rows), temperature), impl=impl).cpu()
     plain = torch.softmax(logits.cpu().double() / temperature, -1).tolist()
     expected = torch.tensor([with_ties(chosen, row) for row in plain], dtype=torch.float64)
     assert torch.equal(probs > 0, expected > 0)
@@ -84,8 +72,8 @@ def test_rows_of_more_groups_than_slots_are_deferred(monkeypatch: pytest.MonkeyP
     """Else the cases would not reach the search in memory."""
     list_values, deferred = nucleus.list_values, []
     monkeypatch.setattr(nucleus, "list_values", lambda *a, **k: deferred.append(a) or list_values(*a, **k))
-    pick_tokens(**_inputs("pick_filtered_flat"), impl="triton")
-    pick_tokens(**_inputs("pick_filtered"), impl="triton")
+    kernels.pick_tokens(**_inputs("pick_filtered_flat"), impl="triton")
+    kernels.pick_tokens(**_inputs("pick_filtered"), impl="triton")
     assert len(deferred) == 1
 
 
@@ -96,8 +84,8 @@ def test_a_sample_follows_the_written_distribution(name: str, impl: str) -> None
     logits, sampling = inputs["logits"], inputs["sampling"]
     generator = torch.Generator().manual_seed(3)
     uniforms = torch.rand(len(logits), dtype=torch.float64, generator=generator).to(DEVICE)
-    tokens = pick_tokens(logits, sampling, uniforms=uniforms, impl=impl).tokens
-    probs = filtered_probs(logits, sampling, impl=impl).double()
+    tokens = kernels.pick_tokens(logits, sampling, uniforms=uniforms, impl=impl).tokens
+    probs = kernels.filtered_probs(logits, sampling, impl=impl).double()
     at = probs.cumsum(-1).gather(1, tokens[:, None])[:, 0]
     before = at - probs.gather(1, tokens[:, None])[:, 0]
     assert (before <= uniforms + 1e-5).all() and (at >= uniforms - 1e-5).all()
@@ -108,11 +96,11 @@ def test_top_p_of_one_behind_a_top_k_filters_nothing(impl: str) -> None:
     """So many tokens that the threshold is looked for in the whole row, most of them too unlikely to change a sum."""
     logits = torch.where(torch.arange(1200, device=DEVICE) < 300, 0.0, -45.0)[None].repeat(2, 1)
     logits[:, 900:] = -50.0
-    limits = SamplingTensors(
+    limits = kernels.SamplingTensors(
         torch.ones(2, device=DEVICE), top_k=torch.full((2,), 900, dtype=torch.int32, device=DEVICE),
         top_p=torch.tensor([1.0, 0.999999], device=DEVICE),
     )  # fmt: skip
-    probs = filtered_probs(logits, limits, impl=impl)
+    probs = kernels.filtered_probs(logits, limits, impl=impl)
     assert (probs > 0).sum(1).tolist() == [900, 300]
 
 
@@ -122,7 +110,7 @@ def test_what_memory_held_before_changes_nothing(name: str, monkeypatch: pytest.
     inputs, empty, found = _inputs(name), torch.empty, []
     for held in (0, 3):
         monkeypatch.setattr(torch, "empty", lambda *a, held=held, **k: empty(*a, **k).fill_(held))
-        found.append(filtered_probs(**inputs, impl="triton"))
+        found.append(kernels.filtered_probs(**inputs, impl="triton"))
     assert torch.equal(*found)
 
 
@@ -132,10 +120,10 @@ def test_renormalising_is_filtering_logarithms(impl: str) -> None:
     top_k = torch.tensor([1, 2, 50, 299, 0, 300], dtype=torch.int32, device=DEVICE)
     top_p = torch.tensor([0.0, 0.1, 0.5, 0.93, 1.0, 0.999], device=DEVICE)
     for mine, filters in (
-        (top_k_renorm(probs, top_k, impl=impl), SamplingTensors(one, top_k=top_k)),
-        (top_p_renorm(probs, top_p, impl=impl), SamplingTensors(one, top_p=top_p)),
+        (kernels.top_k_renorm(probs, top_k, impl=impl), kernels.SamplingTensors(one, top_k=top_k)),
+        (kernels.top_p_renorm(probs, top_p, impl=impl), kernels.SamplingTensors(one, top_p=top_p)),
     ):
-        theirs = filtered_probs(probs.log(), filters, impl="reference")
+        theirs = kernels.filtered_probs(probs.log(), filters, impl="reference")
         assert torch.equal(mine > 0, theirs > 0)
         assert (mine - theirs).abs().max() < 1e-6
 
@@ -154,7 +142,7 @@ def test_penalties_count_the_path(impl: str, rows: list[list[int]], seed: int) -
         return
     batch, nodes, vocab = len(rows), len(rows[0]), 5
     make = Maker.seeded(DEVICE, seed=seed)
-    tree = build_tree(
+    tree = kernels.build_tree(
         torch.tensor(rows, dtype=torch.int32, device=DEVICE), make.integers(0, 9, batch), impl="reference"
     )
     tokens, counts = make.integers(0, vocab, batch, nodes), make.integers(0, 2, batch, vocab).int()
@@ -162,7 +150,7 @@ def test_penalties_count_the_path(impl: str, rows: list[list[int]], seed: int) -
     strengths = [make.tensor([value] * batch, torch.float32) for value in (1.3, 0.4, 0.25)]
     logits = make.normal(batch, nodes, vocab)
     changed = logits.clone()
-    apply_penalties(changed, tokens, tree.mask, counts, prompt, *strengths, impl=impl)
+    kernels.apply_penalties(changed, tokens, tree.mask, counts, prompt, *strengths, impl=impl)
     for b, parents in enumerate(rows):
         for n in range(nodes):
             said, node = Counter(), n
@@ -181,7 +169,7 @@ def test_penalties_count_the_path(impl: str, rows: list[list[int]], seed: int) -
 def test_counts(impl: str, said: list[int], num: int) -> None:
     counts = torch.full((2, 4), 7, dtype=torch.int32, device=DEVICE)
     tokens = torch.tensor([said, said], device=DEVICE)
-    count_tokens(counts, tokens, torch.tensor([num, 0], dtype=torch.int32, device=DEVICE), impl=impl)
+    kernels.count_tokens(counts, tokens, torch.tensor([num, 0], dtype=torch.int32, device=DEVICE), impl=impl)
     expected = Counter(token for token in said[: max(num, 0)] if 0 <= token < 4)
     assert counts.tolist() == [[7 + expected[v] for v in range(4)], [7] * 4]
 
@@ -202,7 +190,7 @@ def test_bad_words_of_any_length(impl: str, rows: list[list[int]], seed: int) ->
     batch, nodes = len(rows), len(rows[0])
     tokens, history = make.integers(0, 2, batch, nodes), make.integers(0, 2, batch, 9)
     lengths = make.integers(3, 9, batch)
-    tree = build_tree(torch.tensor(rows, dtype=torch.int32, device=DEVICE), lengths, impl="reference")
+    tree = kernels.build_tree(torch.tensor(rows, dtype=torch.int32, device=DEVICE), lengths, impl="reference")
     texts = [
         [history[b, : lengths[b]].tolist() + [tokens[b, m].item() for m in range(nodes) if sees(tree.mask, b, n, m)]
          for n in range(nodes)]
@@ -216,7 +204,7 @@ def test_bad_words_of_any_length(impl: str, rows: list[list[int]], seed: int) ->
     padded = torch.tensor([[[-1] * (longest - len(word)) + word for word in own] for own in words], device=DEVICE)
     logits = torch.zeros(batch, nodes, vocab, device=DEVICE)
     until = torch.full(padded.shape[:2], 1 << 40, device=DEVICE)
-    forbid_tokens(logits, tokens, tree.mask, tree.positions, history, lengths, padded, until, impl=impl)
+    kernels.forbid_tokens(logits, tokens, tree.mask, tree.positions, history, lengths, padded, until, impl=impl)
     expected = [
         [[any(is_forbidden(text, word, v) for word in words[b]) for v in range(vocab)] for text in texts[b]]
         for b in range(batch)

@@ -4,8 +4,6 @@ The interpreter's tiles are so wide that they hold the inputs of most cases whol
 tile to the next. These tests make the tiles small.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What varies from step to step compiles no further variant of a kernel, and compilations are seen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tree links, depths and masks against plain Python, for any parent array."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -109,15 +107,3 @@ def test_any_bits_are_read_as_parents(impl: str, nodes: int, seed: int, density:
              for b in bits.tolist()]  # fmt: skip
     for mask in (bits.to(DEVICE), torch.tensor(words, device=DEVICE)):
         assert_links(links_from_mask(mask, torch.tensor([3, 0], device=DEVICE), impl=impl), rows, [3, 0])
-
-
-@pytest.mark.parametrize(
-    "parents, lengths, message",
-    [
-        (torch.zeros(2, 0).int(), torch.zeros(2).long(), "at least one node"),
-        (torch.zeros(2, 257).int(), torch.zeros(2).long(), "to 256 nodes, got 257"),
-    ],
-)
-def test_wrong_input_is_refused(parents: torch.Tensor, lengths: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_tree(parents, lengths)

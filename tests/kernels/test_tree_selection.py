@@ -1,7 +1,5 @@
 """Selection of draft nodes against heaps, sorts and enumeration in plain Python."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from typing import Any
@@ -200,14 +198,10 @@ def test_a_sample_takes_the_uniform_of_its_seed_position_and_node(impl: str, rep
     """So that no two samples of a request share one, and a request samples the same in any row."""
     make = Maker.seeded(DEVICE)
     inputs: dict[str, Any] = dict(
-        probs=random_probs(make, 3, 2, 40, sharpness=1.0),
-        children=integers([[1, 2, 3], [5, 4, -1]], torch.int32),
-        rows=integers([0, 1], torch.int32),
-        top_tokens=integers([[[0], [0]]] * 3),
-        temperature=floats([0.7, 1.0, 2.0]),
-        replacement=replacement,
-        impl=impl,
-    )
+        probs=random_probs(make, 3, 2, 40, sharpness=1.0), children=integers([[1, 2, 3], [5, 4, -1]], torch.int32),
+        rows=integers([0, 1], torch.int32), top_tokens=integers([[[0], [0]]] * 3), temperature=floats([0.7, 1.0, 2.0]),
+        replacement=replacement, impl=impl,
+    )  # fmt: skip
     seeds, positions, nodes = integers([5, 1 << 40, 9]), integers([700, 3, 9]), torch.arange(6, device=DEVICE)
     own = philox_uniform(seeds[:, None].expand(3, 6), positions[:, None].expand(3, 6), DRAFT_STREAM, nodes.expand(3, 6))
     sampled, expected = integers([[7] * 6] * 3), integers([[7] * 6] * 3)

@@ -1,10 +1,8 @@
 """A mutant: one plausible bug, as an exact replacement in one file, and the tests that must fail because of it."""
 
-from __future__ import annotations
-
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +19,6 @@ class Mutant:
     `bug` says what goes wrong; it begins with "historical:" where the bug shipped somewhere.
     """
 
-    name: str
     path: str
     old: str
     new: str
@@ -33,27 +30,39 @@ class Mutant:
         source = (root / self.path).read_text(encoding="utf-8")
         found = source.count(self.old)
         if found != 1:
-            raise ValueError(f"{self.name}: expected its text once in {self.path}, found it {found} times")
+            raise ValueError(f"expected its text once in {self.path}, found it {found} times")
         return source.replace(self.old, self.new)
 
     def apply(self, root: Path) -> None:
         (root / self.path).write_text(self.changed(root), encoding="utf-8")
 
 
-def bugs_in(path: str) -> Callable[[str, str, tuple[str, ...], str], Mutant]:
-    """A maker of mutants of one file: name, source text with `{{old -> new}}` where it changes, tests, bug."""
+def known(root: Path = ROOT) -> list[Mutant]:
+    """The mutants of the text files beside this one. There, below the path of a source file, each mutant is
 
-    def mutant(name: str, text: str, tests: tuple[str, ...], bug: str) -> Mutant:
-        old, new = (re.sub(r"\{\{(.*?) -> (.*?)\}\}", rf"\{side}", text, flags=re.S) for side in (1, 2))
-        return Mutant(name, path, old, new, tests, bug)
+        - what goes wrong
+          its tests | source text with {{old -> new}} where it changes
 
-    return mutant
+    or has its text on lines that begin with `|`. `FAMILY-CASE` is a parity test; other tests are `FOLDER/FILE NAME`.
+    """
+    tables = [path.read_text(encoding="utf-8") for path in sorted((root / "tests/mutants").glob("*.txt"))]
+    return [mutant for table in tables for mutant in _mutants_in(table)]
 
 
-def parity(family: str, *cases: str) -> tuple[str, ...]:
-    """The parity tests of the named cases of a family."""
-    test = "tests/kernels/test_parity.py::test_kernel_is_the_reference"
-    return tuple(f"{test}[{family}-{case}-float32]" for case in cases)
+def _mutants_in(table: str) -> Iterator[Mutant]:
+    for path, rows in re.findall(r"^(\S+\.py)\n((?:[- ] .*\n)+)", table, re.M):
+        for bug, tests, text in re.findall(r"^- (.*)\n  (.*?)(?: |\n  )\| ((?:.*\n)(?:  \| .*\n)*)", rows, re.M):
+            text = text.replace("\n  | ", "").rstrip("\n").replace("\\n", "\n")
+            old, new = (re.sub(r"\{\{(.*?) -> (.*?)\}\}", rf"\{side}", text, flags=re.S) for side in (1, 2))
+            yield Mutant(path, old, new, tuple(map(_pytest_name, tests.split(", "))), bug)
+
+
+def _pytest_name(test: str) -> str:
+    if " test_" not in test:
+        return f"tests/kernels/test_parity.py::test_kernel_is_the_reference[{test}-float32]"
+    file, name = test.split(" ", 1)
+    folder, _, stem = file.rpartition("/")
+    return f"tests/{folder}/test_{stem}.py::{name}"
 
 
 def copy_tree(target: Path) -> None:

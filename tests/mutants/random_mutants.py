@@ -4,8 +4,6 @@ A comparison takes or leaves its bound (`<` and `<=`) or is negated (`==` and `!
 `- 0`, or `min` and `max` change places. The share that survives is an upper bound: some changes are equivalent.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Iterator
@@ -16,25 +14,16 @@ from tests.mutants.mutant import ROOT, Mutant
 _SPEED_ONLY = ("cases*.py", "configs.py", "warmup.py", "__init__.py", "clock.py", "*hopper*.py", "flash*.py")
 """Files of inputs, of launch settings, and of code that the interpreter never runs."""
 _COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
-    ast.Lt: ("<", "<="),
-    ast.LtE: ("<=", "<"),
-    ast.Gt: (">", ">="),
-    ast.GtE: (">=", ">"),
-    ast.Eq: ("==", "!="),
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
     ast.NotEq: ("!=", "=="),
-}
+}  # fmt: skip
 _EXTREMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
 _WHOLE_RUNS = tuple(
     f"tests/algorithms/{name}.py"
     for name in (
-        "engine/test_engine",
-        "test_identity",
-        "test_lookup",
-        "test_constraints",
-        "test_graphs",
-        "test_prefill",
+        "engine/test_engine", "test_identity", "test_lookup", "test_constraints", "test_graphs", "test_prefill",
     )
-)
+)  # fmt: skip
 
 
 def mutated_files() -> list[Path]:
@@ -55,8 +44,8 @@ def _mutant(path: Path, start: int, end: int, new: str) -> Mutant:
     line = source.count("\n", 0, start)
     before = source.splitlines()[line].strip()
     changed = source[:start] + new + source[end:]
-    bug = f"{before}  ->  {changed.splitlines()[line].strip()}"
-    return Mutant(f"{path.stem}:{line + 1}", path.as_posix(), source, changed, tests_of(path), bug)
+    bug = f"line {line + 1}: {before}  ->  {changed.splitlines()[line].strip()}"
+    return Mutant(path.as_posix(), source, changed, tests_of(path), bug)
 
 
 def tests_of(path: Path) -> tuple[str, ...]:

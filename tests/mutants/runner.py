@@ -1,7 +1,5 @@
 """Runs the named tests of a mutant in a copy of the tree, in a process forked after the slow imports."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """The runner of mutants tells outcomes apart, and random mutants are valid; `make mutants` runs the mutants."""
 
-from __future__ import annotations
-
 import ast
 import re
 
@@ -15,7 +13,6 @@ from tests.mutants.runner import BROKEN, CAUGHT, CRASHED, SURVIVED, Outcome, run
 
 def planted(**changes: str) -> Mutant:
     given = dict(
-        name="planted",
         path="specdec_kernels/tree/types.py",
         old="from typing import Annotated, NamedTuple",
         new="from typing import Annotated, NamedTuple  # harmless",
@@ -53,10 +50,10 @@ def test_a_mutant_that_is_caught_by_a_failing_test_survives(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caught = Outcome(CAUGHT, "", "tests/test_imports.py::test_it")
-    monkeypatch.setattr(command, "run_mutant", lambda mutant, limit_s: caught)
-    monkeypatch.setattr(command, "load_heavy_modules", lambda: None)
+    monkeypatch.setattr(command.runner, "run_mutant", lambda mutant, limit_s: caught)
+    monkeypatch.setattr(command.runner, "load_heavy_modules", lambda: None)
     for failing, share in (({}, "0.0%"), ({caught.test: "AssertionError"}, "100.0%")):
-        monkeypatch.setattr(command, "baseline", lambda tests, failing=failing: failing)
+        monkeypatch.setattr(command.runner, "baseline", lambda tests, failing=failing: failing)
         assert command.main(["--only", "", "--random", "3", "--seed", "5"]) == 0
         printed = capsys.readouterr().out
         assert printed.endswith(f"{share} of the random mutants survive\n")

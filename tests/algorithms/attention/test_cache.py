@@ -1,7 +1,5 @@
 """Pools of keys and values: what they are made of, and how pages become zeros."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

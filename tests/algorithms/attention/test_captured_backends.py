@@ -4,8 +4,6 @@ A tape replays operations on tensors and no code of the host. So a backend that 
 the capture, fails here as it would on a GPU.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -17,11 +15,8 @@ from tests.algorithms.toy import Setup, answers, requests, run
 
 PACKAGE = dict(dispatch="flash_attention_4")
 SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
-    "triton": ("fa4", {}),
-    "package": ("fa4", PACKAGE),
-    "flashinfer": ("flashinfer", {}),
-    "torch": ("torch", {}),
-}
+    "triton": ("fa4", {}), "package": ("fa4", PACKAGE), "flashinfer": ("flashinfer", {}), "torch": ("torch", {}),
+}  # fmt: skip
 NAMES = ("fa4", "flashinfer", "torch")
 PAIRS = {
     f"{prefill}+{decode}": ("hybrid", dict(prefill=prefill, decode=decode))

@@ -4,8 +4,6 @@ Without a GPU the packages are stand-ins (`fake_packages.py`) that check every a
 float64. On a GPU with a package installed the same comparisons run against the package.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The truth is the dense mixer, which has a test of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,17 +45,9 @@ def target_of(options: str) -> Target:
 def resources_of(target: Target, backend: str = "fa4", impl: str = "reference") -> Resources:
     kind = backends()[backend]
     return Resources(
-        target=target,
-        backend=kind(kind.Config(), impl),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        kv_dtype=torch.float32,
-        num_pages=20,
-        page_size=4,
-        context=40,
-        max_batch=2,
-        impl=impl,
-    )
+        target=target, backend=kind(kind.Config(), impl), device=torch.device("cpu"), dtype=torch.float32,
+        kv_dtype=torch.float32, num_pages=20, page_size=4, context=40, max_batch=2, impl=impl,
+    )  # fmt: skip
 
 
 def batch_at(length: int) -> Batch:

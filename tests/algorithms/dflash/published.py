@@ -1,8 +1,6 @@
 """Block drafters of random weights in the layouts of their writers, and what they compute, spelled out from the
 equations: one request, no cache, no batch, float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,25 +21,12 @@ HIDDEN, HEADS, KV_HEADS, SIZE, INNER, LAYERS = 32, 4, 2, 16, 48, 2
 EPS, THETA, MASK = 1e-6, 10_000.0, VOCAB - 1
 GROUP, CANDIDATES = 8, 7
 DECODER: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": SIZE,
-    "hidden_act": "silu",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "layer_types": ["full_attention"] * LAYERS,
-    "max_position_embeddings": 128,
-    "model_type": "qwen3",
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": LAYERS,
-    "num_key_value_heads": KV_HEADS,
-    "rms_norm_eps": EPS,
-    "rope_theta": THETA,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": VOCAB,
-}
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": SIZE, "hidden_act": "silu",
+    "hidden_size": HIDDEN, "intermediate_size": INNER, "layer_types": ["full_attention"] * LAYERS,
+    "max_position_embeddings": 128, "model_type": "qwen3", "num_attention_heads": HEADS, "num_hidden_layers": LAYERS,
+    "num_key_value_heads": KV_HEADS, "rms_norm_eps": EPS, "rope_theta": THETA, "sliding_window": None,
+    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": VOCAB,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -332,23 +317,14 @@ def hidden_states(*text: int) -> dict[int, Tensor]:
 def zlab(**changes: Any) -> Published:
     """DFlash of z-lab: github.com/z-lab/dflash, dflash/model.py. With all keys of the published checkpoints."""
     config = {
-        **DECODER,
-        "architectures": ["DFlashDraftModel"],
-        "attention_dropout": 0.0,
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "block_size": 5,
-        "bos_token_id": None,
-        "dtype": "bfloat16",
-        "eos_token_id": 2,
-        "initializer_range": 0.02,
-        "max_window_layers": LAYERS,
-        "rope_scaling": None,
-        "transformers_version": "4.57.1",
-        "use_cache": True,
+        **DECODER, "architectures": ["DFlashDraftModel"], "attention_dropout": 0.0,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 5, "bos_token_id": None,
+        "dtype": "bfloat16", "eos_token_id": 2, "initializer_range": 0.02, "max_window_layers": LAYERS,
+        "rope_scaling": None, "transformers_version": "4.57.1", "use_cache": True,
         "num_target_layers": CONFIG.num_layers,
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 3], **changes.pop("own", {})},
         **changes.pop("keys", {}),
-    }
+    }  # fmt: skip
     return Published(config, backbone(), (2, 4), first_slot=1, block_size=5, drafts=4, **changes)
 
 
@@ -368,16 +344,10 @@ def deepspec(markov: str | None = None, confidence: bool = False, own: tuple[str
     embedding and head are not the target's."""
     rank = 6 if markov else 0
     config = {
-        **DECODER,
-        "architectures": ["Qwen3DSparkModel"],
-        "block_size": 5,
-        "mask_token_id": MASK,
-        "target_layer_ids": [-1, 2],
-        "num_target_layers": CONFIG.num_layers,
-        "num_anchors": 512,
-        "enable_confidence_head": confidence,
-        "markov_rank": rank,
-    }
+        **DECODER, "architectures": ["Qwen3DSparkModel"], "block_size": 5, "mask_token_id": MASK,
+        "target_layer_ids": [-1, 2], "num_target_layers": CONFIG.num_layers, "num_anchors": 512,
+        "enable_confidence_head": confidence, "markov_rank": rank,
+    }  # fmt: skip
     shared = {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
     shapes = backbone() | {name: shape for name, shape in shared.items() if name.split(".")[0] in own}
     shapes |= markov_shapes(markov, rank, VOCAB)

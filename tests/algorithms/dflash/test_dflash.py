@@ -1,7 +1,5 @@
 """What DFlash drafts from the distributions of a block, and the sizes that it declares."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

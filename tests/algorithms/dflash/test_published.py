@@ -1,7 +1,5 @@
 """Block drafters in the layouts of their writers draft through the engine what their equations say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

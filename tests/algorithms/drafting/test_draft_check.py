@@ -1,7 +1,5 @@
 """The check of the first draft: what it lets pass, and the first thing that it finds wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,6 +1,4 @@
-"""Shapes of drawn trees, and which draws and rules go together."""
-
-from __future__ import annotations
+"""Sizes of draft trees, shapes of drawn ones, and which draws and rules go together."""
 
 import pytest
 
@@ -36,21 +34,6 @@ def test_draft_sampling_and_rule_follow_from_each_other(
     assert (sampling.kind, sampling.rule) == found
 
 
-@pytest.mark.parametrize(
-    "kind, rule, chain, message",
-    [
-        ("gumbel", None, True, "algo.draft_sampling: expected one of topk, without_replacement, sample, got 'gumbel'"),
-        (None, "greedy", True, "algo.rule: expected one of target_only, block, rejection for a chain, got 'greedy'"),
-        ("without_replacement", None, True, "samples siblings: expected algo.topk above 1, got a chain"),
-        ("topk", "block", True, "expected one of target_only for a chain with algo.draft_sampling=topk, got 'block'"),
-        ("without_replacement", "k_seq", False, "for a tree with algo.draft_sampling=without_replacement, got 'k_seq'"),
-    ],
-)
-def test_settings_that_do_not_fit(kind: str | None, rule: str | None, chain: bool, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DraftSampling.of(kind, rule, chain)
-
-
 @pytest.mark.parametrize("size", [(3, 3, 12), (6, 4, 9), (15, 2, 14)])
 def test_the_nodes_of_a_shape_are_those_reached_most_often(size: tuple[int, int, int]) -> None:
     """Against a search that takes the likeliest allowed node each time, one after the other."""
@@ -80,3 +63,39 @@ def test_only_what_is_sampled_has_a_fixed_shape(kind: str) -> None:
         == (kind == "sample")
         == (sampling.shape(TreeShape(2, 2, 5)) is not None)
     )
+
+
+@pytest.mark.parametrize(
+    ("steps", "topk", "nodes"),
+    [
+        (1, 1, 2),
+        (6, 1, 7),
+        (40, 1, 41),  # a chain verifies all of its drafts
+        (1, 3, 4),
+        (2, 2, 7),
+        (3, 3, 22),
+        (2, 5, 31),
+        (4, 3, 31),
+        (5, 3, 32),
+        (8, 10, 32),
+    ],
+)
+def test_a_tree_has_all_candidates_or_32_nodes(steps: int, topk: int, nodes: int) -> None:
+    shape = TreeShape.of(steps, topk, None)
+    assert (shape.num_nodes, shape.chain) == (nodes, topk == 1)
+    assert nodes <= 1 + shape.num_candidates == 1 + topk + (steps - 1) * topk**2
+
+
+def test_fewer_nodes_have_fewer_levels() -> None:
+    """No path of n nodes is deeper than n - 1."""
+    shape = TreeShape(5, 3, 20)
+    assert [(each.steps, each.num_nodes) for each in map(shape.limited, (2, 4, 6, 7))] == [
+        (1, 2), (3, 4), (5, 6), (5, 7),
+    ]  # fmt: skip
+    assert (shape.max_depth, TreeShape(5, 3, 6).max_depth, TreeShape(5, 3, 5).max_depth) == (5, 5, 4)
+
+
+def test_slots_of_the_drafters_cache() -> None:
+    """One for each token that the drafter runs: all levels but the last, and node 0 where it stores it."""
+    assert [TreeShape.of(steps, topk, None).draft_slots(stored) for steps, topk, stored in
+            ((1, 1, 0), (4, 1, 0), (4, 1, 1), (4, 3, 0), (2, 2, 1))] == [0, 3, 4, 9, 3]  # fmt: skip

@@ -1,7 +1,5 @@
 """What each column of a level sees, and what its children are drawn from."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

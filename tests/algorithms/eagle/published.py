@@ -1,8 +1,6 @@
 """EAGLE, EAGLE-3 and P-EAGLE heads of random weights in the layouts of their writers, and what they compute, spelled
 out from the equations: one request, no cache, no batch, float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,17 +195,10 @@ def eagle(own: tuple[str, ...]) -> Head:
 def deepspec(own: tuple[str, ...] = (), **keys: Any) -> Head:
     """github.com/deepseek-ai/DeepSpec, deepspec/modeling/eagle3."""
     config = {
-        **DECODER,
-        "architectures": ["Qwen3Eagle3Model"],
-        "draft_num_hidden_layers": 1,
-        "layer_types": ["full_attention"],
-        "num_hidden_layers": 1,
-        "num_target_layers": CONFIG.num_layers,
-        "step_loss_decay": 0.8,
-        "target_layer_ids": [0, 1, 2, -1, 1],
-        "ttt_length": 7,
-        **keys,
-    }
+        **DECODER, "architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1,
+        "layer_types": ["full_attention"], "num_hidden_layers": 1, "num_target_layers": CONFIG.num_layers,
+        "step_loss_decay": 0.8, "target_layer_ids": [0, 1, 2, -1, 1], "ttt_length": 7, **keys,
+    }  # fmt: skip
     copies = tuple(name for name in ("embed_tokens", "lm_head") if name not in own)
     return Head(config, (1, 2, 3, 0, 2), qk_norm=True, own=own, copies=copies)
 
@@ -235,11 +226,7 @@ def speculators(
         "speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}]},
         "speculators_model_type": kind,
         "target_hidden_size": None,
-        "transformer_layer_config": {
-            **shape,
-            "layer_types": ["full_attention"] * layers,
-            "num_hidden_layers": layers,
-        },
+        "transformer_layer_config": {**shape, "layer_types": ["full_attention"] * layers, "num_hidden_layers": layers},
     }
     if kind == "peagle":
         config["mask_token_id"] = MASK
@@ -254,14 +241,10 @@ def speculators(
 def specforge_peagle(**keys: Any) -> Head:
     """github.com/sgl-project/SpecForge, specforge/modeling/draft/peagle.py. The mask token is in no key."""
     config = {
-        **LLAMA,
-        "architectures": ["PEagleDraftModel"],
-        "draft_vocab_size": len(KNOWN),
+        **LLAMA, "architectures": ["PEagleDraftModel"], "draft_vocab_size": len(KNOWN),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3], "use_aux_hidden_state": True},
-        "norm_before_residual": False,
-        "num_hidden_layers": 3,
-        **keys,
-    }
+        "norm_before_residual": False, "num_hidden_layers": 3, **keys,
+    }  # fmt: skip
     config.pop("layer_types")
     return Head(
         config, (1, 2, -1), layers=3, known=KNOWN, own=("embed_tokens", "lm_head"), mask_shape=(1, 1, 3 * HIDDEN)

@@ -1,8 +1,6 @@
 """EAGLE and EAGLE-3 heads: levels of trees, published folders, and what does not fit. `test_published` has what they
 compute."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algorithms.drafting.level_drafter import NORMED, RAW
 from algorithms.eagle import loading
@@ -19,17 +17,7 @@ from algorithms.eagle.model import Eagle3Drafter, EagleDrafter
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import Target, load_draft, load_target
-from tests.algorithms.tiny_folders import (
-    change_weights,
-    edit_json,
-    randomise,
-    refusal,
-    small_config,
-    write_json,
-    write_target,
-    write_tokenizer,
-    write_weights,
-)
+from tests.algorithms import tiny_folders
 
 DRAFT_VOCAB = 40
 GUARDED = ("causal_head", "sample_from_anchor", "num_anchors", "enable_confidence_head")
@@ -41,11 +29,11 @@ load_eagle3 = partial(loading.load_eagle, kind="EAGLE-3")
 
 
 def head_config(**changes: Any) -> DecoderConfig:
-    return small_config("llama", num_layers=1, **changes)
+    return tiny_folders.small_config("llama", num_layers=1, **changes)
 
 
 def target_config() -> DecoderConfig:
-    return small_config(num_layers=8)
+    return tiny_folders.small_config(num_layers=8)
 
 
 def vocabulary(vocab_size: int) -> Tensor:
@@ -58,30 +46,28 @@ def write_eagle(folder: Path, config: EagleConfig, own_embedding: bool = True, p
     """A head folder in the published layout; returns the tensors as written."""
     folder.mkdir(parents=True)
     drafter = EagleDrafter(config, own_embedding).requires_grad_(False)
-    randomise(drafter, 3)
-    tensors = dict(drafter.state_dict())
-    write_json(folder / "config.json", {**config.to_hf(), "architectures": ["LlamaForCausalLM"]})
-    if pickled:
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        write_weights(folder, tensors)
-    return tensors
+    tiny_folders.randomise(drafter, 3)
+    return write_head(folder, {**config.to_hf(), "architectures": ["LlamaForCausalLM"]}, drafter, pickled)
 
 
 def write_eagle3(folder: Path, config: Eagle3Config, pickled: bool = False, **flags: bool) -> Weights:
     folder.mkdir(parents=True)
     drafter = Eagle3Drafter(config, 8, **flags).requires_grad_(False)
-    randomise(drafter, 4)
+    tiny_folders.randomise(drafter, 4)
     if config.logits == RAW:  # a norm that is not used is not trained
         drafter.norm.weight.fill_(1)
     if config.reduced:
         drafter.set_vocabulary(vocabulary(config.decoder.vocab_size))
+    return write_head(folder, config.to_hf(), drafter, pickled)
+
+
+def write_head(folder: Path, config: dict[str, Any], drafter: nn.Module, pickled: bool) -> Weights:
     tensors = dict(drafter.state_dict())
-    write_json(folder / "config.json", config.to_hf())
+    tiny_folders.write_json(folder / "config.json", config)
     if pickled:
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
-        write_weights(folder, tensors)
+        tiny_folders.write_weights(folder, tensors)
     return tensors
 
 
@@ -94,14 +80,13 @@ def eagle3_config(**changes: Any) -> Eagle3Config:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = tmp_path_factory.mktemp("target")
-    write_target(folder, target_config())
+    tiny_folders.write_target(folder, target_config())
     return load_target(folder, "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("impl", [None, "reference", "triton"])
 @pytest.mark.parametrize(
-    ("residual", "feedback", "logits"),
-    [(RAW, RAW, NORMED), (NORMED, RAW, RAW), (RAW, NORMED, NORMED)],
+    ("residual", "feedback", "logits"), [(RAW, RAW, NORMED), (NORMED, RAW, RAW), (RAW, NORMED, NORMED)]
 )
 @torch.no_grad()
 def test_a_level_is_the_head_over_the_features_of_its_parents(
@@ -132,12 +117,9 @@ def test_what_is_written_reads_back() -> None:
         for feedback, logits in ((RAW, NORMED), (RAW, RAW), (NORMED, NORMED)):
             for residual, mask_token_id in ((RAW, None), (NORMED, 7)):
                 config = eagle3_config(
-                    feature_norm=feature_norm,
-                    feedback=feedback,
-                    logits=logits,
-                    residual=residual,
+                    feature_norm=feature_norm, feedback=feedback, logits=logits, residual=residual,
                     mask_token_id=mask_token_id,
-                )
+                )  # fmt: skip
                 assert Eagle3Config.from_hf(config.to_hf()) == config
     published = {**eagle3_config().to_hf(), "fc_norm": True}
     assert Eagle3Config.from_hf(published).feedback == RAW
@@ -149,15 +131,15 @@ def test_norm_output_without_fc_norm(tmp_path: Path, target: Target) -> None:
     """True has two meanings. False says that the LM head reads the raw stream where the norm was not trained."""
     write_eagle3(tmp_path / "head", eagle3_config())
     config_file = tmp_path / "head" / "config.json"
-    edit_json(config_file, norm_output=True)
-    refusal(lambda: load_eagle3(tmp_path / "head", target), "has two meanings", "feedback=raw")
+    tiny_folders.edit_json(config_file, norm_output=True)
+    tiny_folders.refusal(lambda: load_eagle3(tmp_path / "head", target), "has two meanings", "feedback=raw")
     for feedback in (RAW, NORMED):
-        edit_json(config_file, feedback=feedback)
+        tiny_folders.edit_json(config_file, feedback=feedback)
         config = load_eagle3(tmp_path / "head", target).config
         assert (config.feedback, config.logits) == (feedback, NORMED)
-    edit_json(config_file, norm_output=False, feedback=None)
+    tiny_folders.edit_json(config_file, norm_output=False, feedback=None)
     assert load_eagle3(tmp_path / "head", target).config.logits == NORMED
-    change_weights(tmp_path / "head", norm__weight=torch.ones(32))
+    tiny_folders.change_weights(tmp_path / "head", norm__weight=torch.ones(32))
     assert load_eagle3(tmp_path / "head", target).config.logits == RAW
 
 
@@ -202,7 +184,7 @@ def test_pickled_folders(tmp_path: Path, target: Target) -> None:
 
 def test_config_that_repeats_the_targets_depth_has_one_layer(tmp_path: Path, target: Target) -> None:
     write_eagle3(tmp_path / "head", eagle3_config())
-    edit_json(tmp_path / "head" / "config.json", num_hidden_layers=40)
+    tiny_folders.edit_json(tmp_path / "head" / "config.json", num_hidden_layers=40)
     assert load_eagle3(tmp_path / "head", target).config.decoder.num_layers == 1
 
 
@@ -223,101 +205,87 @@ def test_eagle3_of_another_width_with_its_own_embedding(tmp_path: Path, target: 
     assert drafter.embed(torch.tensor([3])).shape == (1, 48)
 
 
-@pytest.mark.parametrize(
-    ("edits", "parts"),
-    [
-        ({"fc__bias": None}, ("lack tensors", "fc.bias")),
-        ({"fc__weight": torch.zeros(32, 63)}, ("'fc.weight'", "[32, 64]", "[32, 63]")),
-        ({"layers__0__input_layernorm__weight": torch.ones(32)}, ("unknown", "input_layernorm")),
-        ({"fc__weight": None}, ("not an EAGLE head", "architectures")),
-    ],
-    ids=["missing", "wrong size", "an input norm it must not have", "no fusion"],
-)
-def test_unfit_eagle_weights(tmp_path: Path, target: Target, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
-    write_eagle(tmp_path / "head", EagleConfig(head_config()))
-    change_weights(tmp_path / "head", **edits)
-    refusal(lambda: load_eagle(tmp_path / "head", target), *parts)
+OF_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize(
-    ("edits", "parts"),
+    ("kind", "weights", "keys", "parts"),
     [
-        ({"d2t": None}, ("lack tensors", "d2t")),
-        ({"d2t": torch.zeros(DRAFT_VOCAB)}, ("'d2t'", "dtype", "I64")),
-        ({"d2t": vocabulary(272)}, ("vocabulary contradicts itself", "t2d marks 40 ids")),
-        ({"lm_head__weight": torch.zeros(DRAFT_VOCAB + 1, 32)}, ("'lm_head.weight'", "[40, 32]", "[41, 32]")),
-        ({"lm_head__weight": None}, ("do not fit", "draft_vocab_size", "272", "40")),
-        ({"midlayer__self_attn__q_proj__weight": torch.zeros(64, 32)}, ("q_proj", "[64, 64]", "[64, 32]")),
-    ],
-    ids=["no map", "map of floats", "ids for offsets", "head too large", "no head", "q of one width"],
-)
-def test_unfit_eagle3_weights(tmp_path: Path, target: Target, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
-    write_eagle3(tmp_path / "head", eagle3_config())
-    change_weights(tmp_path / "head", **edits)
-    refusal(lambda: load_eagle3(tmp_path / "head", target), *parts)
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"target_hidden_size": 64}, ("do not fit", "target_hidden_size", "32", "64")),
-        ({"vocab_size": 300}, ("do not fit", "vocab_size", "272", "300")),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, ("target layers", "0 to 7", "[1, 3, 8]")),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, ("'fc.weight'", "[32, 64]", "[32, 96]")),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, ("at least one layer",)),
-        ({"draft_vocab_size": 400}, ("draft_vocab_size", "272", "400")),
-        ({"norm_before_fc": True}, ("lack tensors", "input_norm.weight")),
-        ({"norm_before_fc": True, "fc_norm": True}, ("one of them at most",)),
-        *[({key: 1}, ("not supported", f"{key}=1")) for key in GUARDED],
-        ({"final_logit_softcapping": 30.0}, ("not supported", "final_logit_softcapping=30.0")),
+        ("EAGLE", {"fc__bias": None}, {}, ("lack tensors", "fc.bias")),
+        ("EAGLE", {"fc__weight": torch.zeros(32, 63)}, {}, ("'fc.weight'", "[32, 64]", "[32, 63]")),
+        ("EAGLE", {"layers__0__input_layernorm__weight": torch.ones(32)}, {}, ("unknown", "input_layernorm")),
+        ("EAGLE", {"fc__weight": None}, {}, ("not an EAGLE head", "architectures")),
+        ("EAGLE", {}, {"draft_vocab_size": 40}, ("draft_vocab_size", "272", "40")),
+        ("EAGLE-3", {"d2t": None}, {}, ("lack tensors", "d2t")),
+        ("EAGLE-3", {"d2t": torch.zeros(DRAFT_VOCAB)}, {}, ("'d2t'", "dtype", "I64")),
+        ("EAGLE-3", {"d2t": vocabulary(272)}, {}, ("vocabulary contradicts itself", "t2d marks 40 ids")),
+        ("EAGLE-3", {"lm_head__weight": torch.zeros(41, 32)}, {}, ("'lm_head.weight'", "[40, 32]", "[41, 32]")),
+        ("EAGLE-3", {"lm_head__weight": None}, {}, ("do not fit", "draft_vocab_size", "272", "40")),
+        (
+            "EAGLE-3",
+            {"midlayer__self_attn__q_proj__weight": torch.zeros(64, 32)},
+            {},
+            ("q_proj", "[64, 64]", "[64, 32]"),
+        ),
+        ("EAGLE-3", {}, {"target_hidden_size": 64}, ("do not fit", "target_hidden_size", "32", "64")),
+        ("EAGLE-3", {}, {"vocab_size": 300}, ("do not fit", "vocab_size", "272", "300")),
+        ("EAGLE-3", {}, {"eagle_config": {OF_LAYERS: [1, 3, 8]}}, ("target layers", "0 to 7", "[1, 3, 8]")),
+        ("EAGLE-3", {}, {"eagle_config": {OF_LAYERS: [1, 3]}}, ("'fc.weight'", "[32, 64]", "[32, 96]")),
+        ("EAGLE-3", {}, {"eagle_config": {OF_LAYERS: []}}, ("at least one layer",)),
+        ("EAGLE-3", {}, {"draft_vocab_size": 400}, ("draft_vocab_size", "272", "400")),
+        ("EAGLE-3", {}, {"norm_before_fc": True}, ("lack tensors", "input_norm.weight")),
+        ("EAGLE-3", {}, {"norm_before_fc": True, "fc_norm": True}, ("one of them at most",)),
+        *[("EAGLE-3", {}, {key: 1}, ("not supported", f"{key}=1")) for key in GUARDED],
+        ("EAGLE-3", {}, {"final_logit_softcapping": 30.0}, ("not supported", "final_logit_softcapping=30.0")),
     ],
 )
-def test_unfit_eagle3_config(tmp_path: Path, target: Target, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
-    write_eagle3(tmp_path / "head", eagle3_config())
-    edit_json(tmp_path / "head" / "config.json", **changes)
-    refusal(lambda: load_eagle3(tmp_path / "head", target), *parts)
-
-
-def test_eagle_predicts_all_tokens(tmp_path: Path, target: Target) -> None:
-    write_eagle(tmp_path / "head", EagleConfig(head_config()))
-    edit_json(tmp_path / "head" / "config.json", draft_vocab_size=40)
-    refusal(lambda: load_eagle(tmp_path / "head", target), "draft_vocab_size", "272", "40")
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, target: Target, kind: str, weights: Any, keys: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    """Heads whose tensors or config keys are changed."""
+    folder = tmp_path / "head"
+    write_eagle(folder, EagleConfig(head_config())) if kind == "EAGLE" else write_eagle3(folder, eagle3_config())
+    tiny_folders.change_weights(folder, **weights)
+    tiny_folders.edit_json(folder / "config.json", **keys)
+    tiny_folders.refusal(lambda: loading.load_eagle(folder, target, kind), *parts)
 
 
 def test_default_layers_of_a_shallow_target(tmp_path: Path) -> None:
-    write_target(tmp_path / "target", small_config(num_layers=4))
+    tiny_folders.write_target(tmp_path / "target", tiny_folders.small_config(num_layers=4))
     write_eagle3(tmp_path / "head", eagle3_config())
     shallow = load_target(tmp_path / "target", "cpu", torch.float32)
-    refusal(lambda: load_eagle3(tmp_path / "head", shallow), ">= 5 layers", "got 4")
+    tiny_folders.refusal(lambda: load_eagle3(tmp_path / "head", shallow), ">= 5 layers", "got 4")
 
 
 def test_the_two_kinds_are_not_taken_for_each_other(tmp_path: Path, target: Target) -> None:
     write_eagle(tmp_path / "one", EagleConfig(head_config()))
     write_eagle3(tmp_path / "three", eagle3_config())
-    refusal(lambda: load_eagle3(tmp_path / "one", target), "not an EAGLE-3 head", "algo=eagle")
-    refusal(lambda: load_eagle(tmp_path / "three", target), "not an EAGLE head", "algo=eagle3")
-    refusal(lambda: load_eagle(target.path, target), "not an EAGLE head", "Qwen3ForCausalLM")
+    tiny_folders.refusal(lambda: load_eagle3(tmp_path / "one", target), "not an EAGLE-3 head", "algo=eagle")
+    tiny_folders.refusal(lambda: load_eagle(tmp_path / "three", target), "not an EAGLE head", "algo=eagle3")
+    tiny_folders.refusal(lambda: load_eagle(target.path, target), "not an EAGLE head", "Qwen3ForCausalLM")
 
 
 def test_pickle_that_runs_code_is_refused_and_does_not(tmp_path: Path, target: Target) -> None:
     marker = tmp_path / "executed"
     write_eagle(tmp_path / "head", EagleConfig(head_config()), pickled=True)
     (tmp_path / "head" / "pytorch_model.bin").write_bytes(f"cos\nsystem\n(S'touch {marker}'\ntR.".encode())
-    refusal(lambda: load_eagle(tmp_path / "head", target), "more than tensors", ".bin")
+    tiny_folders.refusal(lambda: load_eagle(tmp_path / "head", target), "more than tensors", ".bin")
     assert not marker.exists()
 
 
 def test_draft_has_the_targets_tokens(tmp_path: Path, target: Target) -> None:
-    config = small_config(num_layers=2, hidden_size=16)
-    write_target(tmp_path / "draft", config, seed=9)
+    config = tiny_folders.small_config(num_layers=2, hidden_size=16)
+    tiny_folders.write_target(tmp_path / "draft", config, seed=9)
     draft = load_draft(tmp_path / "draft", target)
     assert draft.config == config and draft.path == tmp_path / "draft"
-    write_tokenizer(tmp_path / "draft", special_tokens=("<|end|>", "<|assistant|>", "<|user|>", "<|mask|>"))
-    refusal(lambda: load_draft(tmp_path / "draft", target), "do not fit", "tokenizer")
+    tiny_folders.write_tokenizer(
+        tmp_path / "draft", special_tokens=("<|end|>", "<|assistant|>", "<|user|>", "<|mask|>")
+    )
+    tiny_folders.refusal(lambda: load_draft(tmp_path / "draft", target), "do not fit", "tokenizer")
     (tmp_path / "draft" / "tokenizer.json").unlink()
-    refusal(lambda: load_draft(tmp_path / "draft", target), "cannot be compared")
+    tiny_folders.refusal(lambda: load_draft(tmp_path / "draft", target), "cannot be compared")
 
 
 def test_draft_of_another_vocabulary(tmp_path: Path, target: Target) -> None:
-    write_target(tmp_path / "draft", small_config(num_layers=2, vocab_size=300))
-    refusal(lambda: load_draft(tmp_path / "draft", target), "vocab_size", "272", "300")
+    tiny_folders.write_target(tmp_path / "draft", tiny_folders.small_config(num_layers=2, vocab_size=300))
+    tiny_folders.refusal(lambda: load_draft(tmp_path / "draft", target), "vocab_size", "272", "300")

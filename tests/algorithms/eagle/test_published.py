@@ -1,7 +1,5 @@
 """Heads in the layouts of their writers draft through the engine what their equations say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from tests.algorithms.eagle.published import (
 )
 from tests.algorithms.recorded import Recorded, check_chains, check_distributions, check_kernels, check_trees, drafted
 from tests.algorithms.tiny_folders import change_weights, edit_json, refusal
-from tests.algorithms.toy import DEEP_CONFIG as CONFIG
 from tests.algorithms.toy import Setup, engine_of, requests, run
 
 TEMPERATURE, STEPS = 0.7, 4
@@ -193,20 +190,3 @@ def test_a_trained_embedding_that_is_missing_is_refused(tmp_path: Path) -> None:
     speculators("peagle").write(tmp_path)
     change_weights(tmp_path, embed_tokens__weight=None)
     refusal(lambda: load_eagle(tmp_path, TARGET, "P-EAGLE"), "embed_tokens.weight", "own")
-
-
-@pytest.mark.parametrize("name", list(CHAINS))
-def test_wrong_conventions_show(tmp_path: Path, name: str) -> None:
-    """The definitions above tell the conventions apart: each changed alone gives other logits."""
-    head = CHAINS[name]
-    original = OriginalHead(head, head.write(tmp_path))
-    text, drafts = [5, 9, 2, 44, 17], [3, 8]
-    right = original.logits(text, drafts)
-    known = right.isfinite()
-    for change in ("normed_residual", "normed_feedback", "raw_logits"):
-        if change == "raw_logits" and (head.raw_logits or head.normed_feedback):
-            continue
-        original.shape = replace(head, **{change: not getattr(head, change)})
-        assert (original.logits(text, drafts) - right)[known].abs().max() > 1e-2, change
-    original.shape = replace(head, hidden_states=tuple(min(i + 1, CONFIG.num_layers - 1) for i in head.hidden_states))
-    assert (original.logits(text, drafts) - right)[known].abs().max() > 1e-2

@@ -1,7 +1,5 @@
 """The clock of a step: phases add up, in the order in which they began."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Batching, limits and refusals of the engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,27 +13,14 @@ from algorithms.engine.settings import RuntimeSettings
 from algorithms.registry import algorithms_in, available
 from algorithms.step.prefill_batch import tile_counts
 from algorithms.step.sampling_params import SamplingNeeds
-from tests.algorithms.toy import (
-    CONFIG,
-    VOCAB,
-    Scripted,
-    Setup,
-    answers,
-    autoregressive,
-    changed,
-    engine_of,
-    random_target,
-    requests,
-    run,
-    scripts,
-)
+from tests.algorithms import toy
 
-TARGET = random_target()
+TARGET = toy.random_target()
 
 
 @pytest.mark.parametrize(("group", "tile"), [(1, 64), (2, 32), (3, 32), (4, 16), (5, 16), (8, 16), (64, 16), (128, 16)])
 def test_a_tile_of_a_gpu_is_as_narrow_as_fills_the_matrix_unit(group: int, tile: int) -> None:
-    config = replace(CONFIG, num_heads=2 * group, num_kv_heads=2)
+    config = replace(toy.CONFIG, num_heads=2 * group, num_kv_heads=2)
     assert [default_tile(config, torch.device(kind)) for kind in ("cuda", "cpu")] == [tile, 64]
 
 
@@ -48,7 +33,7 @@ def test_how_many_prompts_are_prefilled_ahead() -> None:
 )
 def test_rows_for_prompts_that_ride_ahead(graph: str, asked: int | None, ahead: int) -> None:
     """They hold pages too, and there are none where prompts do not ride."""
-    engine = engine_of(autoregressive(TARGET), Setup(max_batch=8, graph=graph, prefill_ahead=asked), TARGET)
+    engine = toy.engine_of(toy.autoregressive(TARGET), toy.Setup(max_batch=8, graph=graph, prefill_ahead=asked), TARGET)
     assert engine.parts.resources.max_batch == 8 + ahead == engine.parts.state.dummy_slot
     pages = engine.parts.state.page_table.shape[1]
     assert engine.scheduler.num_pages == (8 + ahead) * pages
@@ -68,7 +53,7 @@ def test_rows_for_prompts_that_ride_ahead(graph: str, asked: int | None, ahead: 
     ],
 )
 def test_a_chunk_between_steps_is_no_larger_than_all_rows(changes: dict, sizes: tuple[int, ...], tile: int) -> None:
-    chunks = engine_of(autoregressive(TARGET), Setup(**changes), TARGET).prefiller.prefills
+    chunks = toy.engine_of(toy.autoregressive(TARGET), toy.Setup(**changes), TARGET).prefiller.prefills
     assert (tuple(chunk.size for chunk in chunks), {chunk.tile for chunk in chunks}) == (sizes, {tile})
 
 
@@ -83,8 +68,8 @@ def test_a_chunk_between_steps_is_no_larger_than_all_rows(changes: dict, sizes: 
     ],
 )
 def test_a_chunk_in_a_step_has_room_for_some_prompts(changes: dict, sizes: tuple[int, ...], tile: int) -> None:
-    setup = Setup(**({"graph": "step"} | changes))
-    engine = engine_of(autoregressive(TARGET), setup, TARGET)
+    setup = toy.Setup(**({"graph": "step"} | changes))
+    engine = toy.engine_of(toy.autoregressive(TARGET), setup, TARGET)
     chunks = engine.runner.mixed_prefills(SamplingNeeds(), setup.max_batch)
     assert (tuple(chunk.size for chunk in chunks), {chunk.tile for chunk in chunks}) == (sizes, {tile})
 
@@ -99,35 +84,37 @@ def test_tiles_are_narrow_where_requests_are_short_and_wide_where_they_are_long(
     monkeypatch.setattr(
         "algorithms.engine.engine.default_tile", lambda config, device, rows: rows // 4 * config.num_kv_heads
     )
-    target = random_target()
+    target = toy.random_target()
     target = replace(target, config=replace(target.config, max_position_embeddings=1024))
-    chunks = engine_of(autoregressive(target), Setup(max_length=longest, prefill_tile=None), target).prefiller.prefills
+    chunks = toy.engine_of(
+        toy.autoregressive(target), toy.Setup(max_length=longest, prefill_tile=None), target
+    ).prefiller.prefills
     assert {chunk.tile for chunk in chunks} == {tile}
 
 
 def test_requests_wait_for_pages() -> None:
     """A pool that holds one request at a time serves them all, with the answers of an ample pool."""
-    asked = requests(5)
+    asked = toy.requests(5)
     needed = max(-(-(r.max_length + 1) // 16) for r in asked)
-    scarce = Setup(max_batch=4, num_pages=needed)
-    assert answers(asked, scarce, TARGET) == answers(asked, Setup(max_batch=4), TARGET)
+    scarce = toy.Setup(max_batch=4, num_pages=needed)
+    assert toy.answers(asked, scarce, TARGET) == toy.answers(asked, toy.Setup(max_batch=4), TARGET)
 
 
 def test_a_request_larger_than_the_pool_is_refused_before_anything_runs() -> None:
-    engine = engine_of(autoregressive(TARGET), Setup(num_pages=2), TARGET)
+    engine = toy.engine_of(toy.autoregressive(TARGET), toy.Setup(num_pages=2), TARGET)
     with pytest.raises(EngineError, match=r"request 3: needs 4 pages of 16 tokens, the KV pool has 2.*num_pages"):
-        engine.generate([changed(r, max_new_tokens=24) for r in requests(4)[:1] + requests(4)[3:]])
+        engine.generate([toy.changed(r, max_new_tokens=24) for r in toy.requests(4)[:1] + toy.requests(4)[3:]])
     assert engine.scheduler.num_free_pages == 2
 
 
 def test_bad_requests() -> None:
-    engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
+    engine = toy.engine_of(toy.autoregressive(TARGET), toy.Setup(), TARGET)
     for change, message in (
         ({"max_new_tokens": 60}, "= 65 is longer than the context of 64 tokens"),
-        ({"prompt_ids": (1, VOCAB)}, f"outside the vocabulary of {VOCAB}"),
+        ({"prompt_ids": (1, toy.VOCAB)}, f"outside the vocabulary of {toy.VOCAB}"),
     ):
         with pytest.raises(EngineError, match=message):
-            engine.generate([changed(requests(1)[0], **change)])
+            engine.generate([toy.changed(toy.requests(1)[0], **change)])
 
 
 @pytest.mark.parametrize(
@@ -148,34 +135,24 @@ def test_trees_that_do_not_exist(nodes: int, depth: int, chain: bool, expected: 
         check_tree(algorithm)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (dict(prefill_chunk=0), "prefill_chunk: expected at least 1, got 0"),
-        (dict(prefill_ahead=-1), "prefill_ahead: expected at least 0 or null, got -1"),
-    ],
-)
-def test_settings_out_of_range(setting: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=f"{message}$"):
-        RuntimeSettings(**setting)
-
-
 def test_an_interrupted_run_gives_its_pages_back() -> None:
-    engine = engine_of(autoregressive(TARGET), Setup(), TARGET)
+    engine = toy.engine_of(toy.autoregressive(TARGET), toy.Setup(), TARGET)
 
     def interrupt(report: StepReport) -> None:
         if report.emitted_tokens > 10:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(requests(5), interrupt)
+        engine.generate(toy.requests(5), interrupt)
     assert engine.scheduler.num_free_pages == engine.scheduler.num_pages
-    assert [c.token_ids for c in engine.generate(requests(2)).completions] == answers(requests(2), Setup(), TARGET)
+    assert [c.token_ids for c in engine.generate(toy.requests(2)).completions] == toy.answers(
+        toy.requests(2), toy.Setup(), TARGET
+    )
 
 
 def test_phase_times_account_for_every_step() -> None:
     seen: list[StepReport] = []
-    generation = engine_of(autoregressive(TARGET), Setup(), TARGET).generate(requests(4), seen.append)
+    generation = toy.engine_of(toy.autoregressive(TARGET), toy.Setup(), TARGET).generate(toy.requests(4), seen.append)
     assert len(seen) == generation.num_steps == len(generation.step_ms)
     assert seen[-1].num_finished == 4
     assert seen[-1].emitted_tokens == sum(len(c.token_ids) for c in generation.completions)
@@ -194,10 +171,10 @@ def test_every_shipped_algorithm_is_found() -> None:
 @pytest.mark.parametrize("decoys", [False, True])
 def test_a_rejected_draft_is_told_from_none(decoys: bool) -> None:
     """Every third position gets wrong drafts; the others are accepted to the end, where nothing more was drafted."""
-    asked = requests(3)
-    texts = scripts(asked, answers(asked, Setup(), TARGET))
-    scripted = Scripted(texts, 3, lambda position, depth: position % 3 > 0, decoys=decoys)
-    for request, completion in zip(asked, run(scripted, asked, Setup(), TARGET).completions, strict=True):
+    asked = toy.requests(3)
+    texts = toy.scripts(asked, toy.answers(asked, toy.Setup(), TARGET))
+    scripted = toy.Scripted(texts, 3, lambda position, depth: position % 3 > 0, decoys=decoys)
+    for request, completion in zip(asked, toy.run(scripted, asked, toy.Setup(), TARGET).completions, strict=True):
         position = len(request.prompt_ids) - 1
         for accepted, ran_out in zip(completion.accepted_counts[:-1], completion.ran_out, strict=False):
             assert (accepted, ran_out) == ((3, True) if position % 3 else (0, False))

@@ -1,7 +1,5 @@
 """Where a text stands in its grammar: what is forced, what ends it, and the masks of a draft tree."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

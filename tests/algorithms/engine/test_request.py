@@ -1,7 +1,5 @@
 """What a request says of itself."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -12,12 +10,9 @@ from algorithms.step.sampling_params import MAX_FORBIDDEN, SamplingParams
 from tests.algorithms.toy import changed
 
 REQUEST = Request(
-    id=3,
-    prompt_ids=(5, 6, 7),
-    sampling=SamplingParams(max_new_tokens=10, min_tokens=4, bad_words=((8, 9),)),
-    eos_token_ids=frozenset({2}),
-    stop_token_ids=frozenset({1}),
-)
+    id=3, prompt_ids=(5, 6, 7), sampling=SamplingParams(max_new_tokens=10, min_tokens=4, bad_words=((8, 9),)),
+    eos_token_ids=frozenset({2}), stop_token_ids=frozenset({1}),
+)  # fmt: skip
 
 
 def test_a_shorter_request_asks_for_no_more_than_before() -> None:

@@ -1,8 +1,6 @@
 """The scheduler under random traffic: no page is lost or shared, rows stay dense, requests run in their order, and each
 prompt is prefilled once, in order and in chunks."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -30,13 +28,9 @@ class Traffic(RuleBasedStateMachine):
     """Submits, admits, advances and aborts in any order, and keeps its own list of what must be so."""
 
     @initialize(
-        max_batch=st.integers(1, 5),
-        num_pages=st.integers(4, 24),
-        page_size=st.sampled_from([1, 3, 8]),
-        tile=st.integers(1, 6),
-        num_tiles=st.integers(1, 4),
-        ahead=st.integers(0, 3),
-    )
+        max_batch=st.integers(1, 5), num_pages=st.integers(4, 24), page_size=st.sampled_from([1, 3, 8]),
+        tile=st.integers(1, 6), num_tiles=st.integers(1, 4), ahead=st.integers(0, 3),
+    )  # fmt: skip
     def begin(self, max_batch: int, num_pages: int, page_size: int, tile: int, num_tiles: int, ahead: int) -> None:
         self.scheduler = Scheduler(max_batch, num_pages, page_size, OVERSHOOT, spell, ahead)
         self.max_batch, self.num_pages, self.tile, self.num_tiles = max_batch, num_pages, tile, num_tiles

@@ -1,34 +1,22 @@
 """What a session counts, how far it bounds lengths, and which chunks ride in its steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from algorithms.engine.engine import Engine
 from algorithms.step.sampling_params import SamplingNeeds
-from tests.algorithms.toy import (
-    Scripted,
-    Setup,
-    answers,
-    autoregressive,
-    changed,
-    engine_of,
-    random_target,
-    requests,
-    scripts,
-)
+from tests.algorithms import toy
 
-TARGET = random_target()
-ASKED = [changed(request, max_new_tokens=count) for request, count in zip(requests(3), (9, 4, 14), strict=True)]
+TARGET = toy.random_target()
+ASKED = [toy.changed(request, max_new_tokens=count) for request, count in zip(toy.requests(3), (9, 4, 14), strict=True)]
 DEPTH = 2
 
 
 def scripted(async_steps: int, max_batch: int = 2) -> Engine:
     """An engine whose drafts are all accepted."""
-    algorithm = Scripted(scripts(ASKED, answers(ASKED, Setup(), TARGET)), DEPTH)
-    return engine_of(algorithm, Setup(max_batch=max_batch, async_steps=async_steps), TARGET)
+    algorithm = toy.Scripted(toy.scripts(ASKED, toy.answers(ASKED, toy.Setup(), TARGET)), DEPTH)
+    return toy.engine_of(algorithm, toy.Setup(max_batch=max_batch, async_steps=async_steps), TARGET)
 
 
 def test_tokens_per_step_are_pooled_over_requests() -> None:
@@ -62,14 +50,14 @@ def test_the_bound_of_lengths_is_what_steps_in_flight_may_accept(
         return launch(num_rows, max_length, *arguments)
 
     monkeypatch.setattr(engine.runner, "launch", watched)
-    engine.generate([changed(ASKED[2], max_new_tokens=14)])
+    engine.generate([toy.changed(ASKED[2], max_new_tokens=14)])
     assert len(bounds) >= 5 and all(length == bound for length, bound in bounds[:4])
 
 
 def test_a_request_is_filled_in_with_its_first_piece() -> None:
     """What penalties need of it is there before its first step, and is not filled in anew with the next piece."""
-    asked = changed(ASKED[2], presence_penalty=0.5, max_new_tokens=3)
-    engine = engine_of(autoregressive(TARGET), Setup(prefill_chunk=8, prefill_tile=4), TARGET)
+    asked = toy.changed(ASKED[2], presence_penalty=0.5, max_new_tokens=3)
+    engine = toy.engine_of(toy.autoregressive(TARGET), toy.Setup(prefill_chunk=8, prefill_tile=4), TARGET)
     with engine.session(SamplingNeeds.of([asked.sampling])) as session:
         session.submit(asked)
         session.step()

@@ -1,7 +1,5 @@
 """Every entry of the registry: what its config keys mean, against transformers, and what is written back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,7 @@ from algorithms.models.architectures import ARCHITECTURES
 from algorithms.models.config import DecoderConfig
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.loading import load_target
-from tests.algorithms.tiny_folders import (
-    change_weights,
-    randomise,
-    refusal,
-    small_config,
-    small_dflash_config,
-    write_target,
-)
+from tests.algorithms import tiny_folders
 from tests.algorithms.toy import Setup, autoregressive, requests, run
 
 TOLERANCE = 1e-4
@@ -31,70 +22,36 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 GLM = {"pad_token_id": 0, "eos_token_id": [0, 1]}
 LATENT = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 10,
-    "head_dim": 16,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 4,
-    "rms_norm_eps": 1e-5,
-    "attention_bias": True,
-}
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 16, "v_head_dim": 10,
+    "head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 4, "rms_norm_eps": 1e-5, "attention_bias": True,
+}  # fmt: skip
 HYBRID = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_conv_kernel_dim": 4,
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-}
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4, "attention_bias": True, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 GPT_OSS = {
-    "num_local_experts": 6,
-    "num_experts_per_tok": 3,
-    "intermediate_size": 44,
-    "sliding_window": 5,
-    "rms_norm_eps": 1e-5,
-    "swiglu_limit": 1.5,
-    "attention_bias": True,
-}
+    "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 44, "sliding_window": 5,
+    "rms_norm_eps": 1e-5, "swiglu_limit": 1.5, "attention_bias": True,
+}  # fmt: skip
 GPT_OSS_YARN = {
     "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 150_000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
+        "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     }
-}
+}  # fmt: skip
 NEXT = {**LINEAR, **QWEN_EXPERTS, "linear_num_value_heads": 6, "shared_expert_intermediate_size": 28}
 EXPERTS = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 1.7,
-    "first_k_dense_replace": 2,
-}
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_shared_experts": 2, "n_group": 4,
+    "topk_group": 2, "routed_scaling_factor": 1.7, "first_k_dense_replace": 2,
+}  # fmt: skip
 YARN = {
     "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 8.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.9,
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+        "beta_fast": 8.0, "mscale": 0.7, "mscale_all_dim": 0.9,
     }
-}
+}  # fmt: skip
 ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OPTIONS = {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 0.8, "mscale_all_dim": 1.3, "truncate": False}
@@ -144,18 +101,12 @@ def theirs(model_type: str, **keys: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-    }
+        "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+    }  # fmt: skip
     config = AutoConfig.for_model(model_type, **{**shape, **keys})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    randomise(model, seed=2)
+    tiny_folders.randomise(model, seed=2)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(3)) / 4)
@@ -210,8 +161,10 @@ def test_dflash_reads_what_transformers_calls_hidden_states(tmp_path: Path) -> N
     model, layers = theirs("qwen3"), (3, 1)
     model.save_pretrained(tmp_path)
     target = load_target(tmp_path, "cpu", torch.float32)
-    drafter = DFlashDrafter(small_dflash_config(target.config, target_layer_ids=layers)).requires_grad_(False)
-    randomise(drafter, seed=2)
+    drafter = DFlashDrafter(tiny_folders.small_dflash_config(target.config, target_layer_ids=layers)).requires_grad_(
+        False
+    )
+    tiny_folders.randomise(drafter, seed=2)
     tokens = torch.arange(9)[None]
     hidden, features = target.model(tokens, DenseMixer(target.config, 9, "cpu"), layers)
     states = model(tokens, output_hidden_states=True).hidden_states
@@ -225,8 +178,8 @@ def test_dflash_reads_what_transformers_calls_hidden_states(tmp_path: Path) -> N
 def test_transformers_loads_what_the_toolkit_writes(tmp_path: Path, architecture: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    config = small_config(architecture, tie_word_embeddings=True, rope_theta=1e6)
-    ours = write_target(tmp_path, config)
+    config = tiny_folders.small_config(architecture, tie_word_embeddings=True, rope_theta=1e6)
+    ours = tiny_folders.write_target(tmp_path, config)
     tokens = torch.randint(0, config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(4))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     logits = ours.logits(ours(tokens, DenseMixer(config, 9, "cpu"))[0])
@@ -234,17 +187,11 @@ def test_transformers_loads_what_the_toolkit_writes(tmp_path: Path, architecture
 
 
 def test_every_option_has_a_key_in_the_architecture_of_this_toolkit(tmp_path: Path) -> None:
-    config = small_config(
-        "specdec",
-        sliding_windows=(None, 3, None, 3),
-        soft_cap=20.0,
-        scale=0.2,
-        sinks=True,
-        qk_norm=True,
-        qkv_bias=True,
-        mlp_bias=True,
-    )
-    written = write_target(tmp_path, config)
+    config = tiny_folders.small_config(
+        "specdec", sliding_windows=(None, 3, None, 3), soft_cap=20.0, scale=0.2, sinks=True, qk_norm=True,
+        qkv_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    written = tiny_folders.write_target(tmp_path, config)
     target = load_target(tmp_path, "cpu", torch.float32)
     assert target.config == config
     for name, tensor in written.state_dict().items():
@@ -269,12 +216,12 @@ def test_shapes_that_an_architecture_cannot_have_are_not_written(
     architecture: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        small_config(architecture, **change).to_hf()
+        tiny_folders.small_config(architecture, **change).to_hf()
 
 
 def test_unknown_architectures_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="model_type 'mamba' is not supported, expected one of .*'mistral', 'qwen2'"):
-        small_config("mamba")
+        tiny_folders.small_config("mamba")
 
 
 @pytest.mark.parametrize(
@@ -307,8 +254,8 @@ def test_what_is_not_supported_is_named(model_type: str, keys: dict[str, Any], s
 def test_grouped_projections_of_another_size_are_refused(tmp_path: Path) -> None:
     model = theirs("qwen3_next", **MODELS["qwen3_next"][0])
     model.save_pretrained(tmp_path)
-    change_weights(tmp_path, model__layers__0__linear_attn__in_proj_ba__weight=torch.zeros(11, 32))
-    refusal(lambda: load_target(tmp_path, "cpu", torch.float32), "in_proj_ba", "12 rows", "[11, 32]")
+    tiny_folders.change_weights(tmp_path, model__layers__0__linear_attn__in_proj_ba__weight=torch.zeros(11, 32))
+    tiny_folders.refusal(lambda: load_target(tmp_path, "cpu", torch.float32), "in_proj_ba", "12 rows", "[11, 32]")
 
 
 @torch.no_grad()

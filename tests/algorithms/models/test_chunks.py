@@ -1,7 +1,5 @@
 """The delta rule in chunks and the experts of training are the definitions of the kernels, gradients included."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

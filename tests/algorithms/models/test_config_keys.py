@@ -1,6 +1,5 @@
-"""Keys of a `config.json`: stop tokens, and the rotary embedding as transformers 4 and 5 write it; its rotation."""
-
-from __future__ import annotations
+"""Keys of a `config.json`: stop tokens, and the rotary embedding as transformers 4 and 5 write it; its rotation; what
+speculators nests."""
 
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from algorithms.models.config import read_rope, write_rope
 from algorithms.models.config_keys import read_eos, required, write_eos
 from algorithms.models.layers import apply_rope
+from algorithms.models.loading.speculators import flatten, layer_outputs
 from specdec_kernels import LinearScaling, Llama3Scaling, YarnScaling
 
 SCALINGS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -79,3 +79,41 @@ def test_a_required_key_may_be_zero_and_must_be_there() -> None:
     for config in ({}, {"size": None}):
         with pytest.raises(ValueError, match="model config: key 'size' is missing"):
             required(config, "size")
+
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}]},
+    "transformer_layer_config": {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 5},
+    "target_hidden_size": None,
+    "block_size": 8,
+}
+
+
+def test_decoder_keys_come_beside_the_writers_own() -> None:
+    assert flatten(CONFIG) == {
+        "architectures": ["DFlashSpeculator"], "block_size": 8, "hidden_size": 64, "kind": "dflash",
+        "model_type": "qwen3", "num_hidden_layers": 5, "speculative_tokens": 7,
+    }  # fmt: skip
+
+
+def test_decoder_says_its_own_type_and_rotary_parameters() -> None:
+    decoder = {"model_type": "llama", "rope_parameters": {"sliding_attention": {"rope_theta": 5.0}, "full": {}}}
+    flat = flatten({**CONFIG, "transformer_layer_config": decoder, "speculators_config": {}})
+    assert (flat["model_type"], flat["rope_parameters"]) == ("llama", {"rope_theta": 5.0})
+    assert "speculative_tokens" not in flat
+
+
+def test_configs_of_other_writers_stay_as_they_are() -> None:
+    assert flatten({"model_type": "qwen3", "block_size": 4}) == {"model_type": "qwen3", "block_size": 4}
+
+
+@pytest.mark.parametrize("decoder", [None, {}, "qwen3"])
+def test_a_config_without_decoder_is_refused(decoder: Any) -> None:
+    with pytest.raises(ValueError, match="transformer_layer_config: expected"):
+        flatten({**CONFIG, "transformer_layer_config": decoder})
+
+
+def test_layers_are_counted_from_the_embedding() -> None:
+    assert layer_outputs([0, 2, 36], 40) == (-1, 1, 35)

@@ -1,7 +1,5 @@
 """The fused forward is torch's forward: same roundings, same captured layers, same texts."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -15,19 +13,9 @@ from algorithms.models.decoder import MAX_KERNEL_ROWS, Decoder
 from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.fusion import FusableModel
 from experiments.app.hardware import resolve_hardware
+from tests.algorithms import toy
 from tests.algorithms.drafters import ALL_MAKERS, MAKERS, TARGET, TWINS, eagle3_head, eagle_head, hinted
 from tests.algorithms.tiny_folders import randomise, small_config
-from tests.algorithms.toy import (
-    CONFIG,
-    Setup,
-    answers,
-    autoregressive,
-    random_drafter,
-    random_target,
-    requests,
-    run,
-    scripts,
-)
 
 pytestmark = pytest.mark.usefixtures("random_drafters")
 
@@ -72,9 +60,9 @@ def test_both_forwards_agree(kind: str, impl: str) -> None:
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_a_dflash_drafter_agrees(impl: str) -> None:
-    drafter, generator = random_drafter().to(DEVICE), torch.Generator().manual_seed(0)
-    features = [torch.randn(1, 5, CONFIG.hidden_size, generator=generator).to(DEVICE) for _ in range(2)]
-    block = torch.randn(1, 4, CONFIG.hidden_size, generator=generator).to(DEVICE)
+    drafter, generator = toy.random_drafter().to(DEVICE), torch.Generator().manual_seed(0)
+    features = [torch.randn(1, 5, toy.CONFIG.hidden_size, generator=generator).to(DEVICE) for _ in range(2)]
+    block = torch.randn(1, 4, toy.CONFIG.hidden_size, generator=generator).to(DEVICE)
 
     def computed() -> list[Tensor]:
         context = drafter.context(features, features[0])
@@ -130,7 +118,7 @@ class Reads(TorchFunctionMode):
 
 @pytest.mark.parametrize(
     "model",
-    [random_target().model, random_drafter(), eagle_head(), eagle3_head()],
+    [toy.random_target().model, toy.random_drafter(), eagle_head(), eagle3_head()],
     ids=lambda model: type(model).__name__,
 )
 def test_a_rehearsal_multiplies_with_every_matrix(model: FusableModel) -> None:
@@ -148,28 +136,30 @@ def _storage(tensor: Tensor) -> int:
 
 @cache
 def written() -> list[list[int]]:
-    return answers(requests(4, 12), Setup(backend="torch"), TARGET)
+    return toy.answers(toy.requests(4, 12), toy.Setup(backend="torch"), TARGET)
 
 
 @pytest.mark.parametrize("maker", [name for name in MAKERS if name not in TWINS] + ["autoregressive", "ngram"])
 def test_every_algorithm_writes_the_targets_own_text(maker: str) -> None:
     """Token for token in float32: target and drafter fused, against the target alone by torch's forward."""
-    asked = requests(4, 12)
+    asked = toy.requests(4, 12)
     alone = written()
-    fused = Setup(page_size=4, fused=True)
-    got = run(hinted(ALL_MAKERS[maker](), scripts(asked, alone)), asked, fused, TARGET).completions
+    fused = toy.Setup(page_size=4, fused=True)
+    got = toy.run(hinted(ALL_MAKERS[maker](), toy.scripts(asked, alone)), asked, fused, TARGET).completions
     assert [completion.token_ids for completion in got] == alone
-    assert run(autoregressive(TARGET), requests(1, 1), Setup(), TARGET).completions, "in torch's forward"
+    assert toy.run(toy.autoregressive(TARGET), toy.requests(1, 1), toy.Setup(), TARGET).completions, (
+        "in torch's forward"
+    )
     assert TARGET.model.impl is None
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the toy target is on the CPU, where the kernels need the interpreter")
 @pytest.mark.parametrize("maker", ["autoregressive", "dflash_chain", "eagle3_tree"])
 def test_the_kernels_write_the_targets_own_text(maker: str) -> None:
-    asked = requests(1, 4)
-    alone = answers(asked, Setup(backend="torch"), TARGET)
-    setup = Setup(impl="triton", fused=True, max_batch=1)
-    got = run(hinted(ALL_MAKERS[maker](), scripts(asked, alone)), asked, setup, TARGET).completions
+    asked = toy.requests(1, 4)
+    alone = toy.answers(asked, toy.Setup(backend="torch"), TARGET)
+    setup = toy.Setup(impl="triton", fused=True, max_batch=1)
+    got = toy.run(hinted(ALL_MAKERS[maker](), toy.scripts(asked, alone)), asked, setup, TARGET).completions
     assert [completion.token_ids for completion in got] == alone
 
 

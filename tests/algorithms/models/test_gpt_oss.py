@@ -1,7 +1,5 @@
 """gpt-oss: folders in both layouts of its experts, what the engine writes from them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -28,12 +26,9 @@ LENGTH, TOLERANCE = 21, 1e-4
 QUANTISED = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
     ],
-}
+}  # fmt: skip
 EXPERTS, WIDTH, HIDDEN = 6, 96, 64
 
 

@@ -1,8 +1,5 @@
-"""Checkpoints: what loads, and that each damaged or unfit folder is refused with the file, the tensor and the
-fix.
-"""
-
-from __future__ import annotations
+"""Checkpoints: what their headers say, what loads, and that each damaged or unfit folder is refused with the file, the
+tensor and the fix."""
 
 import json
 from pathlib import Path
@@ -10,24 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from algorithms.dflash.config import DFlashConfig
 from algorithms.dflash.loading import load_dflash
 from algorithms.models import folder as folder_module
 from algorithms.models.config import DecoderConfig
+from algorithms.models.folder import ModelError
 from algorithms.models.loading import Target, load_target, resolve_folder
-from tests.algorithms.tiny_folders import (
-    change_weights,
-    edit_json,
-    refusal,
-    small_config,
-    small_dflash_config,
-    write_dflash,
-    write_target,
-    write_tokenizer,
-    write_weights,
-)
+from algorithms.models.loading.stored import stored_tensors, without_model
+from tests.algorithms import tiny_folders
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,20 +28,20 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Target:
 
 @pytest.fixture
 def target_folder(tmp_path: Path) -> Path:
-    write_target(tmp_path / "target")
+    tiny_folders.write_target(tmp_path / "target")
     return tmp_path / "target"
 
 
 @pytest.fixture
 def drafter_folder(tmp_path: Path) -> Path:
-    write_dflash(tmp_path / "drafter", small_dflash_config(small_config()))
+    tiny_folders.write_dflash(tmp_path / "drafter", tiny_folders.small_dflash_config(tiny_folders.small_config()))
     return tmp_path / "drafter"
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_arrive_unchanged_and_frozen(tmp_path: Path, shards: int, tied: bool) -> None:
-    written = write_target(tmp_path, small_config(tie_word_embeddings=tied), shards=shards)
+    written = tiny_folders.write_target(tmp_path, tiny_folders.small_config(tie_word_embeddings=tied), shards=shards)
     loaded = load(tmp_path).model
     state = loaded.state_dict()
     assert state.keys() == written.state_dict().keys()
@@ -63,7 +52,7 @@ def test_weights_arrive_unchanged_and_frozen(tmp_path: Path, shards: int, tied: 
 
 
 def test_bfloat16_weights_are_widened_exactly(tmp_path: Path) -> None:
-    written = write_target(tmp_path, dtype=torch.bfloat16)
+    written = tiny_folders.write_target(tmp_path, dtype=torch.bfloat16)
     loaded = load(tmp_path).model
     for name, tensor in loaded.state_dict().items():
         assert tensor.dtype == torch.float32
@@ -71,14 +60,16 @@ def test_bfloat16_weights_are_widened_exactly(tmp_path: Path) -> None:
 
 
 def test_known_harmless_tensors_are_ignored(tmp_path: Path) -> None:
-    write_target(tmp_path, small_config(tie_word_embeddings=True))
-    change_weights(tmp_path, lm_head__weight=torch.ones(272, 32), model__rotary_emb__inv_freq=torch.ones(8))
+    tiny_folders.write_target(tmp_path, tiny_folders.small_config(tie_word_embeddings=True))
+    tiny_folders.change_weights(
+        tmp_path, lm_head__weight=torch.ones(272, 32), model__rotary_emb__inv_freq=torch.ones(8)
+    )
     assert load(tmp_path).model.lm_head is None
 
 
 def test_folder_without_config(target_folder: Path) -> None:
     (target_folder / "config.json").unlink()
-    refusal(lambda: load(target_folder), "config.json is missing", str(target_folder))
+    tiny_folders.refusal(lambda: load(target_folder), "config.json is missing", str(target_folder))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +78,7 @@ def test_folder_without_config(target_folder: Path) -> None:
 )
 def test_malformed_config(target_folder: Path, content: str, part: str) -> None:
     (target_folder / "config.json").write_text(content)
-    refusal(lambda: load(target_folder), part, "config.json")
+    tiny_folders.refusal(lambda: load(target_folder), part, "config.json")
 
 
 @pytest.mark.parametrize(
@@ -112,8 +103,8 @@ def test_malformed_config(target_folder: Path, content: str, part: str) -> None:
 )
 def test_unusable_config_values(target_folder: Path, change: dict[str, Any]) -> None:
     """Each in a message, and before a model of that size is built."""
-    edit_json(target_folder / "config.json", **change)
-    refusal(lambda: load(target_folder), "config.json")
+    tiny_folders.edit_json(target_folder / "config.json", **change)
+    tiny_folders.refusal(lambda: load(target_folder), "config.json")
 
 
 @pytest.mark.parametrize(
@@ -131,8 +122,8 @@ def test_unusable_config_values(target_folder: Path, change: dict[str, Any]) -> 
     ],
 )
 def test_features_that_would_be_left_out_in_silence(target_folder: Path, change: dict[str, Any], part: str) -> None:
-    edit_json(target_folder / "config.json", **change)
-    refusal(lambda: load(target_folder), "not supported", part)
+    tiny_folders.edit_json(target_folder / "config.json", **change)
+    tiny_folders.refusal(lambda: load(target_folder), "not supported", part)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +144,7 @@ def test_a_window_that_no_layer_has_is_no_reason_to_refuse(target_folder: Path, 
 
 def test_folder_without_weights(target_folder: Path) -> None:
     (target_folder / WEIGHTS).rename(target_folder / "adapter.safetensors")
-    refusal(lambda: load(target_folder), "no weights", "model.safetensors", "adapter.safetensors")
+    tiny_folders.refusal(lambda: load(target_folder), "no weights", "model.safetensors", "adapter.safetensors")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
@@ -162,30 +153,30 @@ def test_pickles_are_refused_unopened(target_folder: Path, name: str) -> None:
     payload = f"cos\nsystem\n(S'touch {marker}'\ntR.".encode()
     (target_folder / WEIGHTS).unlink()
     (target_folder / name).write_bytes(payload)
-    refusal(lambda: load(target_folder), "pickle", name, "safetensors")
+    tiny_folders.refusal(lambda: load(target_folder), "pickle", name, "safetensors")
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("shard", ["shard.bin", "../other/model.safetensors", "/etc/model.safetensors", 5, None, ["x"]])
 def test_an_index_names_safetensors_files_of_its_folder(tmp_path: Path, shard: Any) -> None:
-    write_target(tmp_path / "other")
-    write_target(tmp_path / "model", shards=2)
+    tiny_folders.write_target(tmp_path / "other")
+    tiny_folders.write_target(tmp_path / "model", shards=2)
     index = json.loads((tmp_path / "model" / INDEX).read_text())["weight_map"]
-    edit_json(tmp_path / "model" / INDEX, weight_map={name: shard for name in index})
-    refusal(lambda: load(tmp_path / "model"), str(shard), INDEX)
+    tiny_folders.edit_json(tmp_path / "model" / INDEX, weight_map={name: shard for name in index})
+    tiny_folders.refusal(lambda: load(tmp_path / "model"), str(shard), INDEX)
 
 
 def test_missing_shard_is_named(tmp_path: Path) -> None:
-    write_target(tmp_path, shards=3)
+    tiny_folders.write_target(tmp_path, shards=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    refusal(lambda: load(tmp_path), "shard", "model-00002-of-00003.safetensors")
+    tiny_folders.refusal(lambda: load(tmp_path), "shard", "model-00002-of-00003.safetensors")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1], ids=["empty", "in the length", "in the header", "in the data"])
 def test_truncated_weights(target_folder: Path, keep: int) -> None:
     content = (target_folder / WEIGHTS).read_bytes()
     (target_folder / WEIGHTS).write_bytes(content[:keep])
-    refusal(lambda: load(target_folder), "truncated or corrupt", str(target_folder / WEIGHTS))
+    tiny_folders.refusal(lambda: load(target_folder), "truncated or corrupt", str(target_folder / WEIGHTS))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +193,8 @@ def test_truncated_weights(target_folder: Path, keep: int) -> None:
     ],
 )
 def test_unfit_tensors(target_folder: Path, changes: Any, dtype: str, parts: tuple[str, ...]) -> None:
-    change_weights(target_folder, **changes)
-    refusal(lambda: load(target_folder, getattr(torch, dtype)), *parts)
+    tiny_folders.change_weights(target_folder, **changes)
+    tiny_folders.refusal(lambda: load(target_folder, getattr(torch, dtype)), *parts)
 
 
 def test_nothing_is_read_before_all_headers_fit(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,19 +204,19 @@ def test_nothing_is_read_before_all_headers_fit(target_folder: Path, monkeypatch
         raise AssertionError("a tensor was read")
 
     monkeypatch.setattr(weights, "_read", forbidden)
-    change_weights(target_folder, model__norm__weight=torch.zeros(31))
-    refusal(lambda: load(target_folder), "model.norm.weight")
+    tiny_folders.change_weights(target_folder, model__norm__weight=torch.zeros(31))
+    tiny_folders.refusal(lambda: load(target_folder), "model.norm.weight")
 
 
 def test_path_that_does_not_exist(tmp_path: Path) -> None:
-    refusal(lambda: load(tmp_path / "nowhere"), str(tmp_path / "nowhere"))
+    tiny_folders.refusal(lambda: load(tmp_path / "nowhere"), str(tmp_path / "nowhere"))
 
 
 def test_misspelt_relative_path_is_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets").mkdir()
     monkeypatch.setattr(folder_module, "_download", lambda name: pytest.fail("the hub was asked"))
-    refusal(lambda: resolve_folder("assets/tiyn"), "assets/tiyn")
+    tiny_folders.refusal(lambda: resolve_folder("assets/tiyn"), "assets/tiyn")
 
 
 def test_hub_name_is_downloaded_without_pickles(
@@ -252,12 +243,14 @@ def test_hub_failure_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    refusal(lambda: resolve_folder("some-org/some-model"), "some-org/some-model", "no route to host")
+    tiny_folders.refusal(lambda: resolve_folder("some-org/some-model"), "some-org/some-model", "no route to host")
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_drafter_loads_with_and_without_prefix(tmp_path: Path, target_folder: Path, prefix: str) -> None:
-    written = write_dflash(tmp_path / "drafter", small_dflash_config(small_config()), prefix=prefix)
+    written = tiny_folders.write_dflash(
+        tmp_path / "drafter", tiny_folders.small_dflash_config(tiny_folders.small_config()), prefix=prefix
+    )
     drafter = load_dflash(tmp_path / "drafter", load(target_folder))
     for name, tensor in written.state_dict().items():
         assert torch.equal(drafter.state_dict()[name], tensor), name
@@ -275,9 +268,9 @@ def test_drafter_loads_with_and_without_prefix(tmp_path: Path, target_folder: Pa
 def test_drafter_of_another_target(
     target_folder: Path, drafter_folder: Path, key: str, value: int, parts: tuple[str, ...]
 ) -> None:
-    edit_json(drafter_folder / "config.json", **{key: value})
+    tiny_folders.edit_json(drafter_folder / "config.json", **{key: value})
     target = load(target_folder)
-    message = refusal(lambda: load_dflash(drafter_folder, target), "do not fit", *parts)
+    message = tiny_folders.refusal(lambda: load_dflash(drafter_folder, target), "do not fit", *parts)
     expected, actual = (line.split(":")[1].strip() for line in message.splitlines()[2:4])
     assert [expected, actual] == list(parts[1:])
 
@@ -309,9 +302,9 @@ def test_drafter_of_another_target(
 )
 def test_unusable_dflash_config(target_folder: Path, drafter_folder: Path, nested: Any, parts: tuple[str, ...]) -> None:
     """What is not understood is refused: read as z-lab's drafter, it would draft wrong tokens."""
-    edit_json(drafter_folder / "config.json", dflash_config=nested)
+    tiny_folders.edit_json(drafter_folder / "config.json", dflash_config=nested)
     target = load(target_folder)
-    refusal(lambda: load_dflash(drafter_folder, target), *parts)
+    tiny_folders.refusal(lambda: load_dflash(drafter_folder, target), *parts)
 
 
 SLIDING = ["full_attention", "sliding_attention"]
@@ -334,7 +327,7 @@ SLIDING = ["full_attention", "sliding_attention"]
 )
 def test_dflash_keys_about_attention(keys: dict[str, Any], windows: tuple[int, ...], causal: tuple[bool, ...]) -> None:
     """What other engines write into `dflash_config` decides, and survives being written again."""
-    written = small_dflash_config(small_config()).to_hf()
+    written = tiny_folders.small_dflash_config(tiny_folders.small_config()).to_hf()
     nested = {key: value for key, value in keys.items() if key not in ("layer_types", "sliding_window")}
     merged = {**written, **keys, "dflash_config": {**written["dflash_config"], **nested}}
     read = DFlashConfig.from_hf(merged)
@@ -343,7 +336,7 @@ def test_dflash_keys_about_attention(keys: dict[str, Any], windows: tuple[int, .
 
 
 def test_dflash_layers_and_cap_by_their_other_names() -> None:
-    written = small_dflash_config(small_config()).to_hf()
+    written = tiny_folders.small_dflash_config(tiny_folders.small_config()).to_hf()
     nested = {"mask_token_id": 3, "layer_ids": [0, 3], "final_logit_softcapping": 30.0}
     read = DFlashConfig.from_hf({**written, "dflash_config": nested})
     assert (read.target_layer_ids, read.logit_soft_cap) == ((0, 3), 30.0)
@@ -352,21 +345,53 @@ def test_dflash_layers_and_cap_by_their_other_names() -> None:
 
 def test_target_given_as_drafter(target_folder: Path) -> None:
     target = load(target_folder)
-    refusal(
-        lambda: load_dflash(target_folder, target),
-        "not a DFlash drafter",
-        "Qwen3ForCausalLM",
-    )
+    tiny_folders.refusal(lambda: load_dflash(target_folder, target), "not a DFlash drafter", "Qwen3ForCausalLM")
 
 
 def test_other_tokenizer_of_equal_size_does_not_fit(target_folder: Path, drafter_folder: Path) -> None:
-    write_tokenizer(drafter_folder, special_tokens=("<|end|>", "<|assistant|>", "<|user|>", "<|mask|>"))
+    tiny_folders.write_tokenizer(drafter_folder, special_tokens=("<|end|>", "<|assistant|>", "<|user|>", "<|mask|>"))
     target = load(target_folder)
-    refusal(lambda: load_dflash(drafter_folder, target), "tokenizer", "260 tokens")
+    tiny_folders.refusal(lambda: load_dflash(drafter_folder, target), "tokenizer", "260 tokens")
 
 
 def test_duplicate_names_under_the_optional_prefix(target_folder: Path, drafter_folder: Path) -> None:
     tensors = load_file(drafter_folder / WEIGHTS)
-    write_weights(drafter_folder, {**tensors, "model.fc.weight": torch.zeros(32, 64)})
+    tiny_folders.write_weights(drafter_folder, {**tensors, "model.fc.weight": torch.zeros(32, 64)})
     target = load(target_folder)
-    refusal(lambda: load_dflash(drafter_folder, target), "twice", "fc.weight and model.fc.weight")
+    tiny_folders.refusal(lambda: load_dflash(drafter_folder, target), "twice", "fc.weight and model.fc.weight")
+
+
+TENSORS = {
+    "model.fc.weight": torch.arange(6.0).view(2, 3).half(),
+    "norm.weight": torch.ones(3),
+    "d2t": torch.tensor([4, 7]),
+}
+SAID = {"fc.weight": ((2, 3), "F16"), "norm.weight": ((3,), "F32"), "d2t": ((2,), "I64")}
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_file_says_what_it_holds(tmp_path: Path, pickled: bool) -> None:
+    """Names are without the prefix, and a tensor knows the one that the file has for it."""
+    path = tmp_path / ("pytorch_model.bin" if pickled else "model.safetensors")
+    torch.save(TENSORS, path) if pickled else save_file(TENSORS, path)
+    found = stored_tensors(tmp_path, without_model, pickles=pickled)
+    assert {name: (each.shape, each.dtype) for name, each in found.items()} == SAID
+    for each in found.values():
+        assert each.file == path and torch.equal(each.read(), TENSORS[each.name])
+    assert {each.name for each in found.values()} == set(TENSORS)
+
+
+def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
+    names = list(TENSORS)
+    for number, part in enumerate((names[:1], names[1:])):
+        save_file({name: TENSORS[name] for name in part}, tmp_path / f"part-{number}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"model.fc.weight": "part-0.safetensors", "d2t": "part-1.safetensors"}}')
+    found = stored_tensors(tmp_path)
+    assert {name: each.file.name for name, each in found.items()} == {
+        "model.fc.weight": "part-0.safetensors",
+        "d2t": "part-1.safetensors",
+    }
+    index.write_text('{"weight_map": {"d2t": "part-0.safetensors"}}')
+    with pytest.raises(ModelError, match="tensor 'd2t' is missing from its shard"):
+        stored_tensors(tmp_path)

@@ -1,7 +1,5 @@
 """docs/models.md: its Python runs, and its tables name the architectures, their keys and their fields."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Experts and latent attention with float8 weights: a folder has the logits of its dequantised weights, and what is
 quantised as it is loaded is what a folder would hold."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

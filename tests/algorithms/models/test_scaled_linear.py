@@ -1,8 +1,6 @@
 """Float8 weights: every code and scale is read as it is stored, packed weights keep the scales of their members, and
 what is stored in another way is refused before weights are read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,8 @@ from algorithms.models.scaled_linear import ScaledLinear, WeightFormat, packed, 
 from algorithms.parallel.sharding import check_shareable
 from specdec_kernels.projection import reference
 from specdec_kernels.projection.reference import dequantised as of_record
+from tests.algorithms import scaled_folders
 from tests.algorithms.layer_kinds import EXPERTS
-from tests.algorithms.scaled_folders import (
-    BLOCKS,
-    CONFIGS,
-    PLAIN,
-    ROWS,
-    by_rows,
-    dequantised,
-    scaled_config,
-    write_scaled_target,
-)
 from tests.algorithms.tiny_folders import change_weights, edit_json, refusal, write_target, write_weights
 
 FORMATS = {"blocks": WeightFormat(), "rows": WeightFormat(by_row=True, scale_name="weight_scale")}
@@ -41,7 +30,7 @@ FORMATS = {"blocks": WeightFormat(), "rows": WeightFormat(by_row=True, scale_nam
 def scaled_linear(weight: torch.Tensor, kind: str = "blocks", bias: bool = False) -> ScaledLinear:
     """`weight` quantised, by blocks or by rows."""
     made = ScaledLinear(weight.shape[1], weight.shape[0], bias, FORMATS[kind])
-    codes, scales = quantised_blocks(weight) if kind == "blocks" else by_rows(weight)
+    codes, scales = quantised_blocks(weight) if kind == "blocks" else scaled_folders.by_rows(weight)
     made.load_state_dict({"weight": codes, made.format.scale_name: scales}, strict=not bias)
     return made.requires_grad_(False)
 
@@ -65,7 +54,7 @@ def test_a_weight_is_quantised_in_blocks(shape: tuple[int, int]) -> None:
     weight[:3] = 0
     codes, scales = quantised_blocks(weight)
     assert codes.shape == shape and scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
-    found = dequantised(codes, scales)
+    found = scaled_folders.dequantised(codes, scales)
     assert not found[:3].any() and codes.float().abs().max() == 448
     step = torch.maximum(weight.abs() * 2**-4, scales.max() * 2**-10)  # half a step of three bits; of subnormals
     assert ((found - weight).abs() <= step * 1.001).all()
@@ -98,15 +87,15 @@ def logits_of(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     return model.logits(hidden)
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", list(scaled_folders.CONFIGS))
 @pytest.mark.parametrize("impl, weight_dtype", [(None, "auto"), ("triton", "auto"), ("triton", "fp8_w8a16")])
 def test_a_folder_has_the_logits_of_its_dequantised_weights(
     tmp_path: Path, kind: str, impl: str | None, weight_dtype: str
 ) -> None:
     """And of inputs that are rounded to codes of 128 numbers each, but for W8A16."""
     transformers = pytest.importorskip("transformers")
-    plain = write_scaled_target(tmp_path / "scaled", kind)
-    write_target(tmp_path / "plain", scaled_config())
+    plain = scaled_folders.write_scaled_target(tmp_path / "scaled", kind)
+    write_target(tmp_path / "plain", scaled_folders.scaled_config())
     write_weights(tmp_path / "plain", plain)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
     target = load_target(tmp_path / "scaled", "cpu", torch.float32, weight_dtype)
@@ -129,18 +118,18 @@ def with_rounded_input(layer: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[t
 
 
 def written_plainly(tmp_path: Path) -> Path:
-    write_target(tmp_path / "original", scaled_config())
+    write_target(tmp_path / "original", scaled_folders.scaled_config())
     return tmp_path / "original"
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("kind", list(scaled_folders.CONFIGS))
 def test_only_what_is_stored_in_float8_is_scaled(tmp_path: Path, kind: str) -> None:
     """In float32 and in bfloat16, which the scales do not become."""
-    plain = write_scaled_target(tmp_path, kind)
+    plain = scaled_folders.write_scaled_target(tmp_path, kind)
     for dtype in (torch.float32, torch.bfloat16):
         model = load_target(tmp_path, "cpu", dtype).model
         scaled = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, ScaledLinear)}
-        assert len(scaled) == 3 * 7 - 1 and PLAIN not in scaled
+        assert len(scaled) == 3 * 7 - 1 and scaled_folders.PLAIN not in scaled
         for name, part in scaled.items():
             assert torch.equal(of_record(part.scaled_weight), plain[name]), name
         others = {name: tensor for name, tensor in model.state_dict().items() if name in plain.keys() - scaled.keys()}
@@ -149,12 +138,12 @@ def test_only_what_is_stored_in_float8_is_scaled(tmp_path: Path, kind: str) -> N
 
 
 def test_an_unquantised_folder_is_quantised_as_it_is_loaded(tmp_path: Path) -> None:
-    written = write_target(tmp_path, scaled_config()).state_dict()
+    written = write_target(tmp_path, scaled_folders.scaled_config()).state_dict()
     model = load_target(tmp_path, "cpu", torch.float32, "fp8").model
     for name, part in model.named_modules():
         assert isinstance(part, ScaledLinear) == name.endswith("_proj"), name
         if isinstance(part, ScaledLinear):
-            expected = dequantised(*quantised_blocks(written[f"{name}.weight"]))
+            expected = scaled_folders.dequantised(*quantised_blocks(written[f"{name}.weight"]))
             assert torch.equal(of_record(part.scaled_weight), expected)
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.input_layernorm.weight"):
         assert torch.equal(model.state_dict()[name], written[name])
@@ -163,7 +152,7 @@ def test_an_unquantised_folder_is_quantised_as_it_is_loaded(tmp_path: Path) -> N
 
 
 def test_a_stored_float8_folder_is_not_quantised_again(tmp_path: Path) -> None:
-    write_scaled_target(tmp_path, "blocks")
+    scaled_folders.write_scaled_target(tmp_path, "blocks")
     as_stored, asked = (load_target(tmp_path, "cpu", torch.float32, dtype).model for dtype in ("auto", "fp8"))
     assert as_stored.state_dict().keys() == asked.state_dict().keys()
 
@@ -171,8 +160,8 @@ def test_a_stored_float8_folder_is_not_quantised_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inner", [128, 200])
 def test_gate_and_up_in_one_tensor(tmp_path: Path, inner: int) -> None:
     """Divided where the halves are of different blocks, and refused where they share one."""
-    config = scaled_config(intermediate_size=inner)
-    plain = write_scaled_target(tmp_path, "blocks", config)
+    config = scaled_folders.scaled_config(intermediate_size=inner)
+    plain = scaled_folders.write_scaled_target(tmp_path, "blocks", config)
     stored = {name: tensor.read() for name, tensor in stored_tensors(tmp_path).items()}
     for layer in range(3):
         for suffix in ("weight", "weight_scale_inv"):
@@ -190,12 +179,12 @@ def test_gate_and_up_in_one_tensor(tmp_path: Path, inner: int) -> None:
 
 def group(**changes: Any) -> dict[str, Any]:
     """compressed-tensors with other entries of its group."""
-    changed = {**ROWS["config_groups"]["group_0"], **changes}
-    return {**ROWS, "config_groups": {"group_0": changed}}
+    changed = {**scaled_folders.ROWS["config_groups"]["group_0"], **changes}
+    return {**scaled_folders.ROWS, "config_groups": {"group_0": changed}}
 
 
 def weights(**changes: Any) -> dict[str, Any]:
-    return group(weights={**ROWS["config_groups"]["group_0"]["weights"], **changes})
+    return group(weights={**scaled_folders.ROWS["config_groups"]["group_0"]["weights"], **changes})
 
 
 @pytest.mark.parametrize(
@@ -205,25 +194,28 @@ def weights(**changes: Any) -> dict[str, Any]:
         ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
         ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "weight_block_size None"),
-        ({**BLOCKS, "weight_block_size": [64, 128]}, "weight_block_size [64, 128]"),
-        ({**BLOCKS, "activation_scheme": "static"}, "activation_scheme 'static'"),
-        ({**BLOCKS, "fmt": "e5m2"}, "fmt 'e5m2'"),
-        ({**ROWS, "format": "pack-quantized"}, "format 'pack-quantized'"),
-        ({**ROWS, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
-        ({**ROWS, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format 'sparse-24-bitmask'"),
+        ({**scaled_folders.BLOCKS, "weight_block_size": [64, 128]}, "weight_block_size [64, 128]"),
+        ({**scaled_folders.BLOCKS, "activation_scheme": "static"}, "activation_scheme 'static'"),
+        ({**scaled_folders.BLOCKS, "fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({**scaled_folders.ROWS, "format": "pack-quantized"}, "format 'pack-quantized'"),
+        ({**scaled_folders.ROWS, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (
+            {**scaled_folders.ROWS, "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config.format 'sparse-24-bitmask'",
+        ),
         (weights(strategy="tensor"), "weights.strategy 'tensor'"),
         (weights(num_bits=4), "weights.num_bits 4"),
         (weights(type="int"), "weights.type 'int'"),
         (weights(strategy="block", block_structure=[64, 64]), "weights.block_structure [64, 64]"),
         (group(input_activations={"dynamic": False}), "input_activations.dynamic False"),
         (group(output_activations={"dynamic": True}), "output_activations"),
-        ({**ROWS, "config_groups": {}}, "config_groups"),
-        ({**ROWS, "config_groups": "all"}, "config_groups: expected a mapping"),
+        ({**scaled_folders.ROWS, "config_groups": {}}, "config_groups"),
+        ({**scaled_folders.ROWS, "config_groups": "all"}, "config_groups: expected a mapping"),
     ],
 )
 def test_another_quantisation_is_refused_by_name(tmp_path: Path, entries: dict[str, Any], said: str) -> None:
     """Before weights are read: the config is, the tensors are not."""
-    write_scaled_target(tmp_path, "blocks")
+    scaled_folders.write_scaled_target(tmp_path, "blocks")
     edit_json(tmp_path / "config.json", quantization_config=entries)
     refusal(lambda: read_target(tmp_path), said, "quantization_config", "weight_block_size [128, 128]", "channel")
 
@@ -231,8 +223,8 @@ def test_another_quantisation_is_refused_by_name(tmp_path: Path, entries: dict[s
 def test_blocks_of_compressed_tensors_have_another_name() -> None:
     entries = weights(strategy="block", block_structure=[128, 128])
     assert WeightFormat.from_hf({"quantization_config": entries}) == WeightFormat(scale_name="weight_scale")
-    assert WeightFormat.from_hf({"quantization_config": ROWS}) == FORMATS["rows"]
-    assert WeightFormat.from_hf({"quantization_config": BLOCKS}) == FORMATS["blocks"]
+    assert WeightFormat.from_hf({"quantization_config": scaled_folders.ROWS}) == FORMATS["rows"]
+    assert WeightFormat.from_hf({"quantization_config": scaled_folders.BLOCKS}) == FORMATS["blocks"]
     assert WeightFormat.from_hf({"quantization_config": None}) is None
 
 
@@ -249,7 +241,7 @@ def test_layers_that_take_no_float8_are_refused(tmp_path: Path) -> None:
 
 
 def test_processes_do_not_share_scales(tmp_path: Path) -> None:
-    write_scaled_target(tmp_path, "rows")
+    scaled_folders.write_scaled_target(tmp_path, "rows")
     found = read_target(tmp_path)
     check_shareable(found, 1)
     check_shareable(replace(found, weight_format=None), 2)
@@ -257,7 +249,7 @@ def test_processes_do_not_share_scales(tmp_path: Path) -> None:
 
 
 def test_damaged_scales_and_codes_are_named(tmp_path: Path) -> None:
-    write_scaled_target(tmp_path, "blocks")
+    scaled_folders.write_scaled_target(tmp_path, "blocks")
     name = "model.layers.0.self_attn.q_proj.weight"
     scales = name.replace(".", "__") + "_scale_inv"
     original = stored_tensors(tmp_path)[f"{name}_scale_inv"].read()
@@ -277,7 +269,7 @@ def test_damaged_scales_and_codes_are_named(tmp_path: Path) -> None:
 
 
 def test_a_float8_head_is_refused(tmp_path: Path) -> None:
-    write_scaled_target(tmp_path, "blocks")
+    scaled_folders.write_scaled_target(tmp_path, "blocks")
     change_weights(tmp_path, lm_head__weight=torch.zeros(272, 160).to(torch.float8_e4m3fn))
     refusal(lambda: load_target(tmp_path, "cpu", torch.float32), "lm_head.weight", "F8_E4M3")
 
@@ -299,7 +291,7 @@ def test_a_bias_is_not_scaled() -> None:
 
 def test_config_round_trip(tmp_path: Path) -> None:
     """The format is no part of the decoder's config."""
-    write_scaled_target(tmp_path, "blocks")
+    scaled_folders.write_scaled_target(tmp_path, "blocks")
     found = read_target(tmp_path)
-    assert isinstance(found.config, DecoderConfig) and found.config == scaled_config()
+    assert isinstance(found.config, DecoderConfig) and found.config == scaled_folders.scaled_config()
     assert found.weight_format == FORMATS["blocks"]

@@ -1,7 +1,5 @@
 """A draft model with another tokenizer: which tokens are the same, what is drafted, and the output."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tokenizer of a folder, against transformers' AutoTokenizer and on folders that lack what is asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

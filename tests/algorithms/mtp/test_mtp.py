@@ -1,8 +1,6 @@
 """MTP heads in a target's own folder and in folders of speculators: what they draft, against the equations in float64,
 and that outputs stay the target's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +19,10 @@ from algorithms.mtp.config import BY_MODEL_TYPE, MTPConfig
 from algorithms.mtp.drafting import MTP
 from algorithms.mtp.loading import load_mtp
 from algorithms.mtp.model import MTPHead
+from tests.algorithms import tiny_folders
 from tests.algorithms.dflash.published import DECODER, EPS, rms, self_attention, swiglu
 from tests.algorithms.drafters import TARGET
 from tests.algorithms.recorded import check_chains, check_distributions, check_kernels, check_trees, drafted
-from tests.algorithms.tiny_folders import (
-    change_weights,
-    edit_json,
-    randomise,
-    refusal,
-    write_json,
-    write_target,
-    write_weights,
-)
 from tests.algorithms.toy import CONFIG, Setup
 
 TEMPERATURE, STEPS = 0.7, 4
@@ -44,16 +34,16 @@ PREFIX = "model.mtp_layers."
 def layers_of(config: MTPConfig, prefix: str, seed: int = 5) -> dict[str, Tensor]:
     """Random tensors of a head under `prefix`."""
     head = MTPHead(config, CONFIG.num_layers).requires_grad_(False)
-    randomise(head, seed)
+    tiny_folders.randomise(head, seed)
     return {name.replace("mtp_layers.", prefix, 1): tensor for name, tensor in head.state_dict().items()}
 
 
 def write_mimo(folder: Path, layers: int = 1) -> Path:
     """A target in the layout of XiaomiMiMo/MiMo-7B."""
-    model = write_target(folder, MIMO)
+    model = tiny_folders.write_target(folder, MIMO)
     head = layers_of(MTPConfig(replace(MIMO, num_layers=layers), first="hidden"), PREFIX)
-    write_weights(folder, {**model.state_dict(), **head})
-    edit_json(folder / "config.json", num_nextn_predict_layers=layers)
+    tiny_folders.write_weights(folder, {**model.state_dict(), **head})
+    tiny_folders.edit_json(folder / "config.json", num_nextn_predict_layers=layers)
     return folder
 
 
@@ -71,8 +61,8 @@ def write_speculators(folder: Path) -> Path:
             "layer_types": ["full_attention"] * CONFIG.num_layers,
         },
     }
-    write_json(folder / "config.json", config)
-    write_weights(folder, layers_of(MTPConfig(replace(CONFIG, num_layers=1)), "mtp_layers."))
+    tiny_folders.write_json(folder / "config.json", config)
+    tiny_folders.write_weights(folder, layers_of(MTPConfig(replace(CONFIG, num_layers=1)), "mtp_layers."))
     return folder
 
 
@@ -174,16 +164,6 @@ def test_the_kernels_draft_the_same(mimo: Target) -> None:
     check_kernels(lambda: MTP(MTP.Config(steps=2), mimo, None), mimo, fused=True)
 
 
-def test_wrong_conventions_show(mimo: Target) -> None:
-    """Swapped halves, another stream of the target, another stream fed back: each gives other logits."""
-    text, drafts = [5, 9, 2, 44, 17], [3, 8, 11]
-    right = Original(mimo, mimo.path, PREFIX, hidden_first=True).logits(text, drafts)
-    for change in (dict(hidden_first=False), dict(raw_hidden=True), dict(norm_offset=1.0), dict(raw_feedback=True)):
-        conventions: dict[str, Any] = {"hidden_first": True, **change}
-        found = Original(mimo, mimo.path, PREFIX, **conventions).logits(text, drafts)
-        assert (found - right).abs().max() > 1e-2, conventions
-
-
 def test_norms_that_are_stored_as_differences(mimo: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     family = replace(BY_MODEL_TYPE["mimo"], norm_offset=1.0)
     monkeypatch.setitem(BY_MODEL_TYPE, "mimo", family)
@@ -210,26 +190,17 @@ def test_mimo_is_qwen2_with_layers_that_are_not_the_targets(mimo: Target) -> Non
 def test_unfit_layers_are_refused(tmp_path: Path, edits: dict[str, Any], parts: tuple[str, ...]) -> None:
     folder = write_mimo(tmp_path / "mimo")
     target = load_target(folder, "cpu", torch.float32)
-    change_weights(folder, **{f"model__mtp_layers__{name}": tensor for name, tensor in edits.items()})
-    refusal(lambda: load_mtp(None, target), *parts)
+    tiny_folders.change_weights(folder, **{f"model__mtp_layers__{name}": tensor for name, tensor in edits.items()})
+    tiny_folders.refusal(lambda: load_mtp(None, target), *parts)
 
 
 def test_a_target_without_a_head_is_refused(tmp_path: Path, mimo: Target) -> None:
-    write_target(tmp_path / "target")
+    tiny_folders.write_target(tmp_path / "target")
     target = load_target(tmp_path / "target", "cpu", torch.float32)
-    refusal(lambda: load_mtp(None, target), "the target has no MTP head", "mimo", "qwen3")
-    refusal(lambda: load_mtp(tmp_path / "target", mimo), "not an MTP head", "speculators")
-    write_target(tmp_path / "mimo", MIMO)
+    tiny_folders.refusal(lambda: load_mtp(None, target), "the target has no MTP head", "mimo", "qwen3")
+    tiny_folders.refusal(lambda: load_mtp(tmp_path / "target", mimo), "not an MTP head", "speculators")
+    tiny_folders.write_target(tmp_path / "mimo", MIMO)
     bare = load_target(tmp_path / "mimo", "cpu", torch.float32)
-    refusal(lambda: load_mtp(None, bare), "the target has no MTP head", PREFIX)
+    tiny_folders.refusal(lambda: load_mtp(None, bare), "the target has no MTP head", PREFIX)
     head = write_speculators(tmp_path / "head")
-    refusal(lambda: load_mtp(head, target), "do not fit", "vocab_size")
-
-
-def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="algo.hidden_in: expected one of raw, normed, got 'plain'"):
-        MTP.Config(hidden_in="plain")
-    with pytest.raises(ValueError, match="feedback=raw: expected one MTP layer"):
-        MTPConfig(MIMO, feedback="raw")
-    with pytest.raises(ValueError, match="first: expected one of embedding, hidden"):
-        MTPConfig(replace(MIMO, num_layers=1), first="both")
+    tiny_folders.refusal(lambda: load_mtp(head, target), "do not fit", "vocab_size")

@@ -1,7 +1,5 @@
 """Two processes that share a target write what one process writes, and every rank writes the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -23,26 +21,13 @@ from specdec_kernels import Exchange, build_chain, exchange_elements, linear_arg
 from specdec_kernels.cases import Maker
 from specdec_kernels.launch import interpreting
 from specdec_kernels.projection.cases import argmax_inputs
+from tests.algorithms import toy
 from tests.algorithms.drafters import eagle3_head, eagle_head, hinted, mtp_head, peagle_head
 from tests.algorithms.layer_kinds import KINDS, target_of
-from tests.algorithms.toy import (
-    CONFIG,
-    Scripted,
-    Setup,
-    answers,
-    autoregressive,
-    changed,
-    random_drafter,
-    random_target,
-    requests,
-    run,
-    scripts,
-    time_once,
-)
 from tests.programs import fork_server
 
 WORLD = 2
-ASKED = [changed(r, temperature=(0.0, 0.9)[r.id % 2]) for r in requests(4, max_new_tokens=8)]
+ASKED = [toy.changed(r, temperature=(0.0, 0.9)[r.id % 2]) for r in toy.requests(4, max_new_tokens=8)]
 
 
 def eagle3_over(target: Target, texts: list[list[int]], **shape: int) -> Algorithm:
@@ -59,25 +44,25 @@ Outputs = list[tuple[list[int], list[int]]]
 """Tokens and accepted drafts of each request."""
 
 
-def _outputs(algorithm: Algorithm, setup: Setup, target: Target) -> Outputs:
-    return [(c.token_ids, c.accepted_counts) for c in run(algorithm, ASKED, setup, target).completions]
+def _outputs(algorithm: Algorithm, setup: toy.Setup, target: Target) -> Outputs:
+    return [(c.token_ids, c.accepted_counts) for c in toy.run(algorithm, ASKED, setup, target).completions]
 
 
 def _of_attention(rank: int, texts: list[list[int]]) -> list[Outputs]:
-    whole = random_target()
+    whole = toy.random_target()
     with torch.no_grad():
         model = shard(whole.model, rank, WORLD)
-    target, plain = Target(model.config, whole.path, model), Setup(max_batch=2)
+    target, plain = Target(model.config, whole.path, model), toy.Setup(max_batch=2)
     fused, adaptive = replace(plain, fused=True), replace(plain, adaptive=True)
     runs = (
-        (autoregressive(target), plain),
+        (toy.autoregressive(target), plain),
         # Each rank's own drafter is wrong in other places: without agreement the ranks would part ways.
-        (Scripted(texts, 3, lambda at, d: (at + d + rank) % 3 != 0), plain),
-        (Scripted(texts, 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True), plain),
+        (toy.Scripted(texts, 3, lambda at, d: (at + d + rank) % 3 != 0), plain),
+        (toy.Scripted(texts, 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True), plain),
         (eagle3_over(target, texts, steps=3), plain),
         (eagle3_over(target, texts, steps=3, topk=2, num_nodes=7), plain),
         (eagle3_over(target, texts, steps=3), fused),
-        (autoregressive(target), fused),
+        (toy.autoregressive(target), fused),
         # The clocks of the ranks differ; rank 0's decides how many nodes a step has.
         (eagle3_over(target, texts, steps=3), adaptive),
     )
@@ -88,8 +73,8 @@ def _of_kind(rank: int, kind: str, texts: list[list[int]]) -> Outputs:
     """Trees, so that a commit takes states and stored rows along the accepted path."""
     whole = target_of(kind)
     model = shard(whole.model, rank, WORLD)
-    drafter = Scripted(texts, 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True)
-    return _outputs(drafter, Setup(max_batch=2), Target(model.config, whole.path, model))
+    drafter = toy.Scripted(texts, 3, lambda at, d: (at + d + rank) % 4 != 0, decoys=True)
+    return _outputs(drafter, toy.Setup(max_batch=2), Target(model.config, whole.path, model))
 
 
 def _rank(rank: int, texts: dict[str, list[list[int]]], memory: torch.Tensor, folder: str) -> None:
@@ -97,7 +82,7 @@ def _rank(rank: int, texts: dict[str, list[list[int]]], memory: torch.Tensor, fo
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     with pytest.MonkeyPatch.context() as patch:
-        time_once(patch)
+        toy.time_once(patch)
         found = {
             "attention": _of_attention(rank, texts["attention"]),
             **{kind: _of_kind(rank, kind, texts[kind]) for kind in KINDS},
@@ -111,14 +96,14 @@ def _rank(rank: int, texts: dict[str, list[list[int]]], memory: torch.Tensor, fo
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[list[int]]]:
     """What one process writes, by the kind of its target's layers."""
-    targets = {"attention": random_target()} | {kind: target_of(kind) for kind in KINDS}
-    return {kind: answers(ASKED, Setup(max_batch=2), target) for kind, target in targets.items()}
+    targets = {"attention": toy.random_target()} | {kind: target_of(kind) for kind in KINDS}
+    return {kind: toy.answers(ASKED, toy.Setup(max_batch=2), target) for kind, target in targets.items()}
 
 
 @pytest.fixture(scope="module")
 def ranks(alone: dict[str, list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has computed."""
-    folder, texts = tmp_path_factory.mktemp("ranks"), {kind: scripts(ASKED, ids) for kind, ids in alone.items()}
+    folder, texts = tmp_path_factory.mktemp("ranks"), {kind: toy.scripts(ASKED, ids) for kind, ids in alone.items()}
     memory = torch.zeros(WORLD * exchange_elements(WORLD, 4, 2), dtype=torch.int64).share_memory_()
     fork_server()
     mp.start_processes(_rank, (texts, memory, str(folder)), nprocs=WORLD, start_method="forkserver")
@@ -177,23 +162,23 @@ def _biased(rank: int, impl: str | None) -> tuple[torch.Tensor, torch.Tensor, to
 
 def _of_rows(drafter: Any) -> torch.Tensor:
     """Outputs of five rows of a drafter's layers, each attending to those before it."""
-    generator, width = torch.Generator().manual_seed(3), CONFIG.hidden_size
+    generator, width = torch.Generator().manual_seed(3), toy.CONFIG.hidden_size
     rows, mixer = torch.randn(1, 5, width, generator=generator), DenseMixer(drafter.config.decoder, 5, "cpu")
     return drafter(rows, mixer) if isinstance(drafter, DFlashDrafter) else drafter(torch.arange(5)[None], rows, mixer)
 
 
 @torch.no_grad()
 def _drafters() -> None:
-    for head in (eagle_head, eagle3_head, peagle_head, mtp_head, random_drafter):
+    for head in (eagle_head, eagle3_head, peagle_head, mtp_head, toy.random_drafter):
         whole, share = head(), head()
         shard_drafter(share)
-        assert share.config.decoder.num_heads == CONFIG.num_heads // WORLD
+        assert share.config.decoder.num_heads == toy.CONFIG.num_heads // WORLD
         assert share.state_dict().keys() == whole.state_dict().keys()
         torch.testing.assert_close(_of_rows(share), _of_rows(whole), atol=1e-5, rtol=1e-5)
-    odd = random_drafter()
+    odd = toy.random_drafter()
     odd.config = replace(odd.config, decoder=replace(odd.config.decoder, num_kv_heads=1))
     shard_drafter(odd)
-    assert odd.config.decoder.num_heads == CONFIG.num_heads  # it stays whole
+    assert odd.config.decoder.num_heads == toy.CONFIG.num_heads  # it stays whole
 
 
 def _collectives(rank: int) -> list[torch.Tensor]:
@@ -245,7 +230,7 @@ def test_two_ranks_choose_the_tokens_of_one_together(ranks: list[dict[str, Any]]
 def test_heads_must_divide() -> None:
     said = "runtime.tensor_parallel=3 does not divide the target's num_heads: expected a multiple of 3, got 4"
     with pytest.raises(ValueError, match=said):
-        parallel_config(CONFIG, 3)
+        parallel_config(toy.CONFIG, 3)
 
 
 LENGTHS = torch.tensor([4, 7])

@@ -1,7 +1,5 @@
 """Rows of the state: what enters them, how they move, and what padding holds."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

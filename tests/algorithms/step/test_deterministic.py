@@ -1,7 +1,5 @@
 """A deterministic target gives a token the same bits in a prompt, a chunk of one, alone, in a chain and in a tree."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,19 +53,10 @@ class Runs:
         self.model = target.model.to(DEVICE, DTYPE)
         backend = backends()["fa4"]
         resources = Resources(
-            target=target,
-            backend=backend(backend.Config(), "triton", True),
-            device=torch.device(DEVICE),
-            dtype=DTYPE,
-            kv_dtype=DTYPE,
-            num_pages=2 * PAGES,
-            page_size=PAGE,
-            context=PAGE * PAGES,
-            max_batch=2,
-            impl="triton",
-            fused=True,
-            deterministic=True,
-        )
+            target=target, backend=backend(backend.Config(), "triton", True), device=torch.device(DEVICE), dtype=DTYPE,
+            kv_dtype=DTYPE, num_pages=2 * PAGES, page_size=PAGE, context=PAGE * PAGES, max_batch=2, impl="triton",
+            fused=True, deterministic=True,
+        )  # fmt: skip
         resources.choose_forward(self.model)
         self.memory: Any = (
             LatentMemory(target.config, LATENT, resources)

@@ -1,7 +1,5 @@
 """Drafts under penalties, logit bias and forbidden tokens: their logits, and what they gain."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

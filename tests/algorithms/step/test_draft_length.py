@@ -1,8 +1,6 @@
 """Which number of nodes is chosen: small tables of costs and acceptance whose answer is plain to see, and the recorded
 decisions of the float32 torch implementation that the policy was ported from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

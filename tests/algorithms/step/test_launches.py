@@ -5,8 +5,6 @@ torch that runs on the device. Views and the allocation of tensors run nothing t
 once, the torch operation that a kernel of this project stands in for included.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections import Counter

@@ -1,7 +1,5 @@
 """Chunks of prompts: their sizes, what they tell the device, and what they leave in the state."""
 
-from __future__ import annotations
-
 import pytest
 
 from algorithms.engine.engine import Engine

@@ -1,8 +1,6 @@
 """Costs of steps are corrected by real steps: on a simulated clock whose steps cost what the experts of their tokens
 weigh, the policy is near the best fixed size, although costs were timed on random tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from types import SimpleNamespace

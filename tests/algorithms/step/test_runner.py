@@ -1,7 +1,5 @@
 """Which steps are captured, what is run for a step, and how their times are booked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What sampling parameters allow, and what a request asks of the sampler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps of fewer nodes than a drafter drafts, and what a step verifies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,13 +1,12 @@
-"""Tables of steps on their way to the host, and what is read from them."""
-
-from __future__ import annotations
+"""What the host tells the device arrives, whole and unmixed; tables of steps on their way to the host, and what is
+read."""
 
 import numpy as np
 import pytest
 import torch
 
 from algorithms.engine.request import Draft, SlotResult
-from algorithms.engine.transfers import Readback, StepResult
+from algorithms.engine.transfers import NUM_BUFFERS, Readback, Staging, StepResult
 
 CPU = torch.device("cpu")
 
@@ -45,11 +44,8 @@ def test_drafts_come_with_their_place_in_the_tree() -> None:
     """Node 3 is not in the tree; the accepted path is nodes 2 and 4, whose tokens other nodes have too."""
     table = [8, 7, 5, *bits(0.0, 0.0, 0.0), 2, 1, 4, 1]
     nodes = [
-        [1, 7, 8, 0, 7, 8],
-        [-1, 0, 0, -1, 2, 2],
-        bits(0, -1, -2, 0, -3, float("-inf")),
-        bits(1, 0.5, 0.5, 0, -1, 0),
-    ]
+        [1, 7, 8, 0, 7, 8], [-1, 0, 0, -1, 2, 2], bits(0, -1, -2, 0, -3, float("-inf")), bits(1, 0.5, 0.5, 0, -1, 0),
+    ]  # fmt: skip
     result = StepResult.of_table(np.array([[*table, *(entry for row in nodes for entry in row)]]), {"drafts": 24})
     assert result.drafts_of(0) == [
         Draft(7, -1, False, -1.0, 0.5),
@@ -84,3 +80,21 @@ def test_what_is_dropped_is_not_read() -> None:
     readback.push(torch.zeros(1, 6, dtype=torch.int64), {}, 0)
     readback.drop()
     assert readback.num_pending == 0 and list(readback.due(all_of_them=True)) == []
+
+
+def test_what_is_staged_arrives() -> None:
+    """Fields of any dtype and shape, side by side; a buffer that is on its way is not the one that is written."""
+    fields = {"a": ((3,), torch.int32), "none": ((0, 4), torch.int64), "b": ((2, 5), torch.int64)}
+    staging = Staging(fields, torch.device("cpu"))
+    written = []
+    for turn in range(NUM_BUFFERS + 1):
+        arrays = staging.arrays()
+        written.append(arrays["a"])
+        arrays["a"][:], arrays["b"][:] = turn, np.arange(10).reshape(2, 5) - turn
+        staging.send()
+        assert staging.tensors["a"].tolist() == [turn] * 3
+        assert torch.equal(staging.tensors["b"], torch.arange(10).view(2, 5) - turn)
+    assert len({id(array) for array in written}) == NUM_BUFFERS
+    for name, (shape, dtype) in fields.items():
+        tensor = staging.tensors[name]
+        assert (tensor.shape, tensor.dtype) == (shape, dtype) and tensor.storage_offset() * dtype.itemsize % 128 == 0
