@@ -5,15 +5,14 @@ fractions: it warms up, stays, and falls linearly to zero over the last part (WS
 step, so a resumed run equals an uninterrupted one. At the end the model is the best one that was evaluated.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,6 @@ from algorithms.models.experts.module import ExpertTensors
 from experiments.app.files import whole_file
 from experiments.app.hardware import chosen_device
 from experiments.training.parallel import Replicas, local_device
-
-if TYPE_CHECKING:
-    from experiments.training.objectives.base import Objective
 
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
@@ -110,6 +106,39 @@ def schedule(progress: float, settings: TrainSettings) -> float:
     if progress < settings.warmup_fraction:
         return max(progress / settings.warmup_fraction, 0.01)
     return min(1.0, (1.0 - progress) / settings.decay_fraction)
+
+
+class Objective(ABC):
+    """A model with its loss and its held-out figures."""
+
+    title: str
+    model: Any  # a module whose `config` has `to_hf`
+
+    @abstractmethod
+    def loss(self, number: int, progress: float) -> tuple[Tensor, int]:
+        """Loss of batch `number` after a share `progress` of the run, and its tokens; a pure function of these, the
+        weights and the seed."""
+
+    @abstractmethod
+    def held_out(self) -> Mapping[str, float]:
+        """Figures on held-out text."""
+
+    def score(self, figures: Mapping[str, float]) -> float | None:
+        """The figure that the best model minimises; None keeps the last model."""
+        return None
+
+    def hf_config(self) -> dict[str, Any]:
+        """The `config.json` of the trained model."""
+        found: dict[str, Any] = self.model.config.to_hf()
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        """Name to tensor of the exported folder."""
+        return self.model.state_dict()
+
+    @abstractmethod
+    def measure(self, folder: Path) -> dict[str, Any]:
+        """Figures of the exported model in `folder`, for the summary."""
 
 
 class Trainer:

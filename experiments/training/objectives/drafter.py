@@ -24,8 +24,8 @@ from experiments.app.plan import check_target_there
 from experiments.report.tables import flatten
 from experiments.training.batches import ResponseSet, TrainingBatch
 from experiments.training.export import CONFIG_FILE, WEIGHTS_FILE
-from experiments.training.loop import TrainSettings
-from experiments.training.objectives.base import Objective, TrainingConfig
+from experiments.training.loop import Objective, TrainSettings
+from experiments.training.objectives.base import TrainingConfig
 from experiments.training.parallel import Replicas
 from experiments.training.served import ServedEvaluation
 from experiments.training.text.source import TextSource

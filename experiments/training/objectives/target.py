@@ -28,7 +28,8 @@ from algorithms.step.sampling_params import SamplingParams
 from experiments.data.arithmetic import Problem, heldout_problems, parse_answer
 from experiments.training import corpus as texts
 from experiments.training.corpus import IGNORED, Corpus, Rows
-from experiments.training.objectives.base import Objective, TrainingConfig
+from experiments.training.loop import Objective
+from experiments.training.objectives.base import TrainingConfig
 from experiments.training.parallel import Replicas
 from experiments.training.served import Writer
 
