@@ -396,14 +396,13 @@ def _mla_hopper_kernel(
     COMPUTING: gl.constexpr,
     COPYING: gl.constexpr,
 ):
-    # The predecessor may have written every input, the lengths included, so nothing is loaded before the wait. A
-    # program takes all registers of a processor, so it begins when the predecessor has ended there: barriers are made
-    # and queries asked for while the length is on its way.
+    shared = _allocate(cache.dtype, COPY)
+    # The predecessor may have written every input, the lengths included, so nothing is loaded before the wait.
     tl.extra.cuda.gdc_wait()
     tile, split, request = gl.program_id(0), gl.program_id(1), gl.program_id(2).to(gl.int64)
     first_row = request * num_nodes * HEADS
+    # The queries are asked for while the length is on its way.
     length = gl.load(lengths_ptr + request).to(gl.int32)
-    shared = _allocate(cache.dtype, COPY)
     _copy_queries(q_latent, q_rope, shared, (first_row + tile * _ROWS).to(gl.int32))
     splits = Splits(num_nodes, num_slots, split_tokens, first_splits, longest_split, max_splits, max_length, window)
     begin, split_end, _ = split_range(lengths_ptr, q_lens_ptr, request, split, splits, SPLIT, ALL_SLOTS, FIXED)
