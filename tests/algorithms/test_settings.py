@@ -5,8 +5,8 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from algorithms.attention.backends.selection import backends
 
+from algorithms.attention.backends import backends
 from algorithms.drafting.draft_sampling import DraftSampling, TreeShape
 from algorithms.engine.settings import RuntimeSettings
 from algorithms.frontend import load_target
