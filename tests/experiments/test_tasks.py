@@ -25,12 +25,12 @@ from algorithms.engine.request import Completion, Request
 from algorithms.engine.settings import RuntimeSettings
 from experiments.app.hardware import Hardware
 from experiments.app.task_schema import LosslessnessTask
-from experiments.report.checks import LOW_ACCEPTANCE
+from experiments.report.checks import FEW_FIRST_DRAFTS, LOW_ACCEPTANCE
 from experiments.report.html_page import render
 from experiments.report.tables import Column, Metric, console_table, csv_text, markdown
 from experiments.report.templates import Series, chart
 from experiments.studies.rules import Probe, summary
-from experiments.tasks import base, distribution, kv_scales, numerical_tie
+from experiments.tasks import base, decoding, distribution, kv_scales, numerical_tie
 from experiments.tasks.base import Task, agreed
 from experiments.tasks.compare import Compare
 from experiments.tasks.graph_ablation import GraphAblation
@@ -150,6 +150,16 @@ def test_only_methods_that_run_need_a_drafter(run: Run) -> None:
     assert [row["method"] for row in done.results] == ["autoregressive", "ngram"]
 
 
+def test_a_drafter_is_loaded_after_unused_memory_went_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter inside the freed pool of the engine before leaves a hole that is too small for the next pool."""
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("emptied"))
+    monkeypatch.setattr(decoding, "load_algorithm", lambda *given: order.append("loaded"))
+    plan: Any = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(drafter_of_method=lambda algo: None)))
+    decoding.make_algorithm(plan, random_target(), None)
+    assert order == ["emptied", "loaded"]
+
+
 def test_throughput_measures_both_sides_at_every_level(run: Run) -> None:
     done = run("task=throughput", "algo=dflash", "task.concurrency=[1,3]", "task.requests=2")
     assert done.returncode == 0, done.stderr
@@ -169,6 +179,8 @@ def test_throughput_measures_both_sides_at_every_level(run: Run) -> None:
             assert 0 < row[name]["p50"] <= row[name]["p90"]
         assert row["wall_tokens_per_s"] < row["decode_tokens_per_s"]
         low = row["method"] == "dflash" and row["acceptance_at"][0] < LOW_ACCEPTANCE
+        if low:
+            low = row["acceptance"]["accepted"][0] + row["acceptance"]["rejected"][0] >= FEW_FIRST_DRAFTS
         assert (f"{row['method']} ×{row['concurrency']}: only" in told) == low
     page = done.read("report.html")
     assert "used more than once" in " ".join(page.split())

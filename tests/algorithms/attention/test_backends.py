@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from algorithms.attention.backends import backends
-from algorithms.attention.backends.protocol import FORWARD_PHASES, BackendError, LayerInputs
+from algorithms.attention.backends.protocol import FORWARD_PHASES, Backend, BackendError, LayerInputs
 from specdec_kernels import AttentionMetadata, AttentionShape
 from specdec_kernels.attention.cases_inputs import attention_inputs
 from specdec_kernels.cases import Maker
@@ -165,7 +165,7 @@ def test_another_backend_is_named_where_one_refuses(name: str, others: str) -> N
     modes, device = {"prefill": "chain", "verify": "tree"}, torch.device("cpu")
     expected = f"^backend={name} cannot serve verify of the drafter here: no; use backend={others}$"
     with pytest.raises(BackendError, match=expected):
-        backend.check(CONFIG, modes, 16, torch.float32, device, "the drafter")
+        Backend.check(backend, CONFIG, modes, 16, torch.float32, device, "the drafter")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
