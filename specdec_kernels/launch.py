@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +21,7 @@ from specdec_kernels.interpreter import FAST_INTERPRETER, prepare
 
 IMPLS = ("auto", "triton", "reference")
 CHIPS = ("sm80", "sm90", "sm100", "gfx942")
+PDL_CHIPS = ("sm90", "sm100")
 PROCESSORS = {"sm80": 108, "sm90": 132, "sm100": 148, "gfx942": 304}
 SHARED_BYTES = {"sm80": 160 << 10, "sm90": 220 << 10, "sm100": 220 << 10, "gfx942": 64 << 10}
 """Of a processor, for buffers: less than there is, since a kernel takes some for itself."""
@@ -77,9 +79,14 @@ def current_chip(tensor: Tensor) -> str:
         return _recorder[0]
     if not tensor.is_cuda:
         return "interpreter"
+    return _chip_of(tensor.get_device())
+
+
+@cache
+def _chip_of(gpu: int) -> str:
     if torch.version.hip:
         return "gfx942"
-    major, _ = torch.cuda.get_device_capability(tensor.device)
+    major, _ = torch.cuda.get_device_capability(gpu)
     return "sm100" if major >= 10 else "sm90" if major == 9 else "sm80"
 
 
@@ -108,9 +115,8 @@ def launch(
         return
     tensor = next((value for _, value in leaves(args) if isinstance(value, Tensor)), None)
     if tensor is not None and "PDL" in getattr(kernel, "arg_names", ()):
-        from specdec_kernels.pdl import pdl_options
-
-        constexprs = pdl_options(current_chip(tensor)) | constexprs
+        depends = current_chip(tensor) in PDL_CHIPS
+        constexprs |= dict(PDL=True, launch_pdl=True) if depends else dict(PDL=False)
     if _recorder is not None:
         _recorder[1].append(Launch(kernel, args, constexprs, num_warps, num_stages))
         return

@@ -13,12 +13,8 @@ writes, if the predecessor waits before it calls `launch_dependents`: all kernel
 """
 
 # mypy: ignore-errors
-from typing import Any
-
 import triton
 import triton.language as tl
-
-PDL_CHIPS = ("sm90", "sm100")
 
 
 @triton.jit
@@ -40,8 +36,3 @@ def launch_dependents(PDL: tl.constexpr):
     """Once every program has called this, programs of the next kernel may take the resources that this one leaves."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-def pdl_options(chip: str) -> dict[str, Any]:
-    """What `launch` adds for a kernel that has a parameter `PDL`."""
-    return dict(PDL=True, launch_pdl=True) if chip in PDL_CHIPS else dict(PDL=False)

@@ -281,10 +281,11 @@ class StepRunner:
         for size in buckets(state.max_batch):
             for nodes in self._sizes(needs):
                 if self.recorder:
-                    launch = self._captured[_Variant(size, nodes, needs)]
+                    calls = self._captured[_Variant(size, nodes, needs)].calls
                 else:
                     launch = self._prepared(size, length, needs, nodes=nodes)
-                work[size, nodes] = partial(self._play, launch.calls)
+                    calls = [*launch.calls, (None, launch.step.drop_intermediates)]
+                work[size, nodes] = partial(self._play, calls)
             work[size, 0] = self._observing[size].replay if self.recorder else partial(self._observe, size, length)
         generator = torch.Generator().manual_seed(0)
         rounds = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -11,11 +9,6 @@ from torch import Tensor
 from specdec_kernels.attention.device import FP8_BITS_SCALE, LOG2_E, MODE_CODES, Static, Tensors
 from specdec_kernels.attention.types import AttentionCall
 from specdec_kernels.launch import current_chip
-
-
-def pdl_options(pdl: bool) -> dict[str, Any]:
-    """The option of a programmatic dependent launch, absent where it is off: some compilers do not know it."""
-    return dict(launch_pdl=True) if pdl else {}
 
 
 def static_of(call: AttentionCall) -> Static:

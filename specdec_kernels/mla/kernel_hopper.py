@@ -47,7 +47,6 @@ from specdec_kernels.attention.device import (
     visible,
 )
 from specdec_kernels.attention.device_hopper import WARPS, arrive, arrive_written
-from specdec_kernels.attention.launch_arguments import pdl_options
 from specdec_kernels.attention.types import WorkShape
 from specdec_kernels.gluon_copies import request_tensor_copy
 from specdec_kernels.launch import launch
@@ -463,5 +462,5 @@ def launch_warp_specialized(call: MlaCall, work: WorkShape, out: Tensor, lse: Te
         SPLIT=work.num_splits > 1,
         FIXED=work.fixed_splits,
         **_SETTINGS,
-        **pdl_options(True),
+        launch_pdl=True,
     )

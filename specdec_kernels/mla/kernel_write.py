@@ -15,7 +15,7 @@ import triton.language as tl
 from specdec_kernels.launch import current_chip, lanes, launch
 from specdec_kernels.mla.configs import write_tile
 from specdec_kernels.mla.types import LatentStore
-from specdec_kernels.pdl import launch_dependents, pdl_options, wait_for_predecessor
+from specdec_kernels.pdl import begin
 
 _VARYING = ["tokens", "num_slots", "max_pos", "q_stride", "q_head_stride", "kv_stride"]
 
@@ -67,8 +67,7 @@ def _write_latent_kernel(
     HALF_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_predecessor(PDL)
-    launch_dependents(PDL)
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     here = token < tokens
     position = tl.load(positions_ptr + token, mask=here, other=0)
@@ -111,8 +110,7 @@ def write_latent(q: torch.Tensor, store: LatentStore, eps: float, interleaved: b
         raise ValueError("cache: the kernel takes float32, float16 and bfloat16, got float64; use impl='reference'")
     tokens, heads, width = q.shape
     out = q.new_empty(q.shape)
-    latent, chip = kv.shape[1] - width, current_chip(q)
-    tile = write_tile(chip, tokens, heads)
+    latent, tile = kv.shape[1] - width, write_tile(current_chip(q), tokens, heads)
     launch(
         _write_latent_kernel,
         (triton.cdiv(tokens, tile["TOKENS"]), 1 + triton.cdiv(heads, tile["HEADS"])),
@@ -127,6 +125,5 @@ def write_latent(q: torch.Tensor, store: LatentStore, eps: float, interleaved: b
         L_BLOCK=lanes(latent),
         HALF_BLOCK=lanes(width // 2),
         **tile,
-        **pdl_options(chip),
     )
     return out

@@ -1,5 +1,6 @@
 """A launch goes to the GPU that holds its tensors."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -107,6 +108,7 @@ def test_recording_touches_no_gpu(gpus: Gpus) -> None:
 
 def test_a_chip_is_known_by_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {(8, 0): "sm80", (8, 9): "sm80", (9, 0): "sm90", (10, 0): "sm100", (12, 0): "sm100"}
+    monkeypatch.setattr(module, "_chip_of", module._chip_of.__wrapped__)
     for capability, name in names.items():
         monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda device, found=capability: found)
         monkeypatch.setattr(module.torch.version, "hip", None)
@@ -114,6 +116,24 @@ def test_a_chip_is_known_by_its_capability(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module.torch.version, "hip", "6.2")
     assert module.current_chip(on_gpu(0)) == "gfx942"
     assert module.current_chip(torch.zeros(1)) == "interpreter"
+
+
+def test_a_gpu_is_asked_for_its_capability_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(module, "_chip_of", cache(module._chip_of.__wrapped__))
+    monkeypatch.setattr(module.torch.version, "hip", None)
+    monkeypatch.setattr(module.torch.cuda, "get_device_capability", lambda gpu: (asked.append(gpu), (9, 0))[1])
+    assert [module.current_chip(on_gpu(gpu)) for gpu in (0, 1, 0, 1)] == ["sm90"] * 4 and asked == [0, 1]
+
+
+@pytest.mark.parametrize("chip, added", [("sm80", dict(PDL=False)), ("sm90", dict(PDL=True, launch_pdl=True))])
+def test_a_kernel_with_a_parameter_for_it_depends_on_its_predecessor(chip: str, added: dict[str, Any]) -> None:
+    class Dependent:
+        arg_names = ("x", "PDL")
+
+    with record_launches(chip) as launches:
+        launch(Dependent(), (1,), torch.zeros(1), BLOCK=16)
+    assert launches[0].constexprs == dict(BLOCK=16) | added
 
 
 def test_a_record_holds_what_the_launch_was_given(gpus: Gpus) -> None:

@@ -63,6 +63,22 @@ def test_times_of_steps_are_medians_and_plain_ones_have_their_share_of_an_observ
     assert not found
 
 
+def test_steps_that_are_timed_leave_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one step for each batch size and number of nodes, and logits are large."""
+    runner = runner_of("ngram", max_batch=2, adaptive=True)
+    prepared, steps = runner._prepared, []
+
+    def noted(*given: Any, **how: Any) -> Any:
+        launch = prepared(*given, **how)
+        steps.append(launch.step)
+        return launch
+
+    monkeypatch.setattr("algorithms.step.runner._TIMED_RUNS", 1)
+    monkeypatch.setattr(runner, "_prepared", noted)
+    runner.step_times(NEEDS)
+    assert len(steps) == 10 and not any(hasattr(step, name) for step in steps for name in ("tree", "hidden", "logits"))
+
+
 def test_steps_without_a_draft_in_each_number_of_nodes() -> None:
     """What a grammar forces is verified in any case, so its steps have one size."""
     runner = runner_of("ngram", max_batch=2, adaptive=True)
