@@ -84,6 +84,7 @@ class Adaptive(Task):
             baselines[workload.name] = result, rounds[0]
             yield {**result, "batch": batch, "setting": "1", "ratio_to_best_fixed": None}
         for label, algo in self.plan.methods.items():
+            self.give_up_engines()
             configured = [self._decoded(algo, label, each, plan, {CONFIGURED: None}) for each in plan.workloads]
             chosen = plan.varied(adaptive=True)
             sizes = self._sizes(label, algo, chosen)

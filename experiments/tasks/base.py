@@ -214,7 +214,7 @@ class Task:
         if not self.shares_engines:
             return decoding.engine_of(plan, target, decoding.make_algorithm(plan, target, algo), workload.max_length)
         if plan.config.runtime != self._served:
-            self._engines.clear()
+            self.give_up_engines()
             self._served = plan.config.runtime
         key = repr(algo)
         if key not in self._engines:
@@ -223,6 +223,10 @@ class Task:
             self._engines[key] = decoding.engine_of(plan, target, algorithm, longest)
         self._engines[key].reset()
         return self._engines[key]
+
+    def give_up_engines(self) -> None:
+        """Free the memory of shared engines: each has a pool of its own."""
+        self._engines.clear()
 
     def recorder(self, data: str, method: str) -> Callable[[Completion], None]:
         """For a task that serves requests itself: a function that records each of them as it ends."""

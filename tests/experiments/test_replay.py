@@ -3,6 +3,7 @@ them; and `task=adaptive` on the same family."""
 
 import json
 import random
+import weakref
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from algorithms.algorithm import DraftTree
+from algorithms.engine.engine import Engine
 from algorithms.engine.request import Request
 from experiments.app.files import json_lines
 from experiments.report.intervals import ratio_interval, wilson
@@ -26,6 +28,7 @@ from experiments.studies.replay.recorder import (
     steps_of,
     summary,
 )
+from experiments.tasks import decoding
 from specdec_kernels import build_tree
 from tests.algorithms.drafters import MAKERS, hinted, load_random_drafters
 from tests.algorithms.toy import Setup, autoregressive, engine_of, random_target
@@ -200,7 +203,18 @@ def test_the_end_of_an_output_is_no_rejection_and_cuts_the_last_step() -> None:
     assert drafts == Drafts([1, 2, 1], [False, True, True]), "where the output ends nothing can be rejected"
 
 
-def test_every_number_of_nodes_stands_beside_the_choice(tmp_path: Path) -> None:
+def test_every_number_of_nodes_stands_beside_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine at a time: each has a pool of its own."""
+    engines: list[weakref.ref[Engine]] = []
+
+    def made(*given: Any) -> Engine:
+        assert not any(engine() for engine in engines)
+        engine = engine_of_plan(*given)
+        engines.append(weakref.ref(engine))
+        return engine
+
+    engine_of_plan = decoding.engine_of
+    monkeypatch.setattr(decoding, "engine_of", made)
     words = ["task=adaptive", "task.data=[code]", "task.limit=1", "task.batches=[1]", "task.only=[ngram]"]
     code, out, rows, folder = called(tmp_path, *words, "+task.methods.ngram.num_nodes=3", "sampling.max_new_tokens=4")
     assert code == 0 and folder is not None, out
@@ -213,4 +227,4 @@ def test_every_number_of_nodes_stands_beside_the_choice(tmp_path: Path) -> None:
         assert taken == {row["setting"]}
     fixed = max(row["decode_tokens_per_s"] for row in rows[1:-1])
     assert rows[-1]["ratio_to_best_fixed"] == pytest.approx(rows[-1]["decode_tokens_per_s"] / fixed)
-    assert "least: code ×1, ngram, adaptive at" in out
+    assert "least: code ×1, ngram, adaptive at" in out and len(engines) == 3

@@ -46,6 +46,14 @@ def test_joint_distribution(rule: str, shape: str, design: str, chosen: Filter) 
     assert_distribution(decode(accept, made, rule, at(ROWS), shape, chosen=chosen), made, TEMPERATURE, chosen)
 
 
+@pytest.mark.parametrize("rule, shape", WAYS)
+def test_the_kernel_emits_the_tokens_of_the_reference(rule: str, shape: str) -> None:
+    """All of them: parity passes over a sampled row at the border of two tokens."""
+    made = make_design("opposed")
+    tokens = decode(accept, made, rule, at(200), shape, impl="triton")
+    assert torch.equal(tokens, decode(accept, made, rule, at(200), shape))
+
+
 @pytest.mark.parametrize("design", ["identical", "disjoint"])
 @pytest.mark.parametrize("rule, shape", CHAINS)
 def test_joint_distribution_at_the_ends(rule: str, shape: str, design: str) -> None:

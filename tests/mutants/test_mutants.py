@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.mutants import __main__ as command
-from tests.mutants.mutant import ROOT, Mutant
+from tests.mutants.mutant import ROOT, Mutant, known
 from tests.mutants.random_mutants import random_mutants
 from tests.mutants.runner import BROKEN, CAUGHT, CRASHED, SURVIVED, Outcome, run_mutant
 
@@ -68,3 +68,10 @@ def test_random_mutants_follow_their_seed_and_have_tests() -> None:
         assert mutant.old != mutant.new
         files = [test for test in mutant.tests if test.startswith("tests/")]
         assert files and all((ROOT / file).exists() for file in files)
+
+
+def test_every_row_of_a_table_is_a_mutant() -> None:
+    """The pattern of a row passes over what it does not fit."""
+    tables = [path.read_text(encoding="utf-8") for path in (ROOT / "tests/mutants").glob("*.txt")]
+    rows = [row for table in tables for row in re.findall(r"^- (.*)", table, re.M)]
+    assert sorted(rows) == sorted(mutant.bug for mutant in known())
