@@ -145,7 +145,7 @@ class Algorithm:
     """A dataclass with a field `name` whose default is the algorithm's name; its fields are the settings `algo.…`."""
     needs_draft_model: bool = False
     finds_draft_model: bool = False  # whether the target's own folder may hold the drafter, where none is named
-    loaded_for: Target | None = None  # the target that `algorithms.load_algorithm` loaded it for
+    loaded_for: Target | None = None  # the target that `algorithms.load_algorithm` loaded its draft model for
 
     target_layers: tuple[int, ...] = ()  # target layers whose output `observe` receives
     observes_verified: bool = False

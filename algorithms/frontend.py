@@ -60,7 +60,8 @@ def load_algorithm(name: str | Any, target: Target, draft: str | Path | None = N
     kinds = available()
     config = configured(kinds, "algorithm", name, settings)
     algorithm = kinds[config.name](config, target, None if draft is None else str(draft))
-    algorithm.loaded_for = target
+    if algorithm.needs_draft_model:
+        algorithm.loaded_for = target
     return algorithm
 
 
@@ -122,7 +123,7 @@ def generate(
     settings = RuntimeSettings(**{"max_length": longest, **runtime})
     if isinstance(algorithm, str):
         algorithm = load_algorithm(algorithm, target)
-    if algorithm.needs_draft_model and algorithm.loaded_for not in (None, target):
+    if algorithm.loaded_for not in (None, target):
         raise ValueError(f"algorithm: {algorithm.name} was loaded for another target; load it for this one")
     if isinstance(backend, str):
         backend = load_backend(backend, settings.impl, settings.deterministic)

@@ -125,7 +125,7 @@ def _filter_kernel(
     place = row.to(tl.int64)[:, None] * STRIPS + strip
     in_strips = in_row[:, None] & (strip < STRIPS)
     begin(PDL)
-    # No load before the wait: the statistics come from `stats_kernel` just before, which starts before older kernels
+    # No load before the wait: the statistics come from `_stats_kernel` just before, which starts before older kernels
     # have ended. Loads that depend on no other load come first.
     tops = tl.load(strips.tops + place, mask=in_strips, other=float("-inf"))
     sums = tl.load(strips.sums + place, mask=in_strips, other=0.0)

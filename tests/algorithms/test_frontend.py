@@ -1,9 +1,11 @@
 """The functions for Python: docs/python.md and the notebook run, and each wrong call has its message."""
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +115,11 @@ def test_a_drafter_serves_the_target_it_was_loaded_for(target: Target, on_refere
     other = load_target(TINY / "target", "cpu")
     with pytest.raises(ValueError, match="dflash was loaded for another target"):
         generate(other, PROMPT, drafter)
-    lookup = load_algorithm("ngram", target)
-    assert len(generate(other, PROMPT, lookup).completions) == 1
+    lookup, weights = load_algorithm("ngram", other), weakref.ref(other.model)
+    assert len(generate(target, PROMPT, lookup).completions) == 1
+    del other
+    gc.collect()
+    assert weights() is None, "an algorithm without weights keeps those of a target"
 
 
 def test_determinism_needs_kernels(target: Target, on_reference: None, monkeypatch: pytest.MonkeyPatch) -> None:
