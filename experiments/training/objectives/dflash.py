@@ -48,9 +48,9 @@ from torch.utils.checkpoint import checkpoint
 from algorithms.dflash.config import DFlashConfig, default_target_layer_ids
 from algorithms.dflash.drafting import DFlash
 from algorithms.dflash.model import DFlashDrafter
-from algorithms.models.dense_mixer import DenseMixer, head_norm
+from algorithms.models.dense_mixer import DenseMixer
 from algorithms.models.folder import ModelError
-from algorithms.models.layers import MixerWeights, apply_rope, rope_table
+from algorithms.models.layers import MixerWeights, apply_rope, head_norm, rope_table
 from algorithms.models.tokenizer import Tokenizer
 from experiments.training.batches import TrainingBatch
 from experiments.training.corpus import IGNORED

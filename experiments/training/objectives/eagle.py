@@ -35,8 +35,8 @@ from algorithms.eagle.config import NUM_FEATURES, Eagle3Config, EagleConfig, def
 from algorithms.eagle.drafting import Eagle, Eagle3, PEagle
 from algorithms.eagle.model import Eagle3Drafter, EagleDrafter
 from algorithms.models.config import DecoderConfig
-from algorithms.models.dense_mixer import DenseMixer, head_norm
-from algorithms.models.layers import MixerWeights, apply_rope, rope_table
+from algorithms.models.dense_mixer import DenseMixer
+from algorithms.models.layers import MixerWeights, apply_rope, head_norm, rope_table
 from algorithms.mtp.config import MTPConfig
 from algorithms.mtp.drafting import MTP
 from algorithms.mtp.model import MTPHead
