@@ -24,7 +24,7 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
-from experiments.app.cli import HELP
+from experiments.app.cli import HELP, exits_of_errors
 from experiments.app.errors import UserError, disk_is_full, user_errors
 from experiments.app.files import to_json, write_whole
 from experiments.app.provenance import measured_on
@@ -136,6 +136,10 @@ def run(config: Any, composed: DictConfig) -> float | None:
 def main() -> None:
     if set(sys.argv) & set(HELP):
         sys.argv.append("drafter=eagle3")  # without a drafter Hydra composes nothing, not even its help
+    elif listed := [word for word in sys.argv if word.startswith("drafter=[")]:
+        names = listed[0].removeprefix("drafter=[").rstrip("]")
+        with exits_of_errors("train"):
+            raise UserError(f"{listed[0]}: expected one; a sweep trains several: -m sweep=NAME drafter={names}")
     sweep_main(run, ["-m", "experiments.train"], "train")
 
 

@@ -394,6 +394,16 @@ SWEEP = (
 )  # fmt: skip
 
 
+def test_a_list_of_drafters_is_told_the_sweep(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py", "drafter=[dflash,eagle3]", "model=tiny"])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert (
+        ended.value.code == UserError.exit_code and "-m sweep=NAME drafter=dflash,eagle3\n" in capsys.readouterr().err
+    )
+
+
 def test_drafters_of_a_sweep_learn_from_the_same_tokens(
     shipped_shape: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
