@@ -1,6 +1,8 @@
 """A launch goes to the GPU that holds its tensors."""
 
+import ast
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +136,19 @@ def test_a_kernel_with_a_parameter_for_it_depends_on_its_predecessor(chip: str, 
     with record_launches(chip) as launches:
         launch(Dependent(), (1,), torch.zeros(1), BLOCK=16)
     assert launches[0].constexprs == dict(BLOCK=16) | added
+
+
+def test_every_dependent_kernel_waits() -> None:
+    """`launch` lets a kernel with the parameter begin before its predecessor has ended."""
+    folder, passing, count = Path(module.__file__).parent, [], 0
+    for path in folder.rglob("*.py"):
+        for kernel in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(kernel, ast.FunctionDef) and "PDL" in [argument.arg for argument in kernel.args.args]:
+                called = {getattr(node.func, "id", "") for node in ast.walk(kernel) if isinstance(node, ast.Call)}
+                count += 1
+                if path.name != "pdl.py" and not called & {"wait_for_predecessor", "begin"}:
+                    passing.append(kernel.name)
+    assert count > 25 and not passing
 
 
 def test_a_record_holds_what_the_launch_was_given(gpus: Gpus) -> None:
