@@ -24,6 +24,7 @@ from specdec_kernels.tree.types import (
     MergedTree,
     Selection,
     TreeLinks,
+    TwoTrees,
     mask_words,
 )
 
@@ -88,12 +89,11 @@ def merge_trees(
     + j - 1 is outside of the tree, as it is where node j is unused or below an unused node. `tokens` [B, N_a] int64 and
     `parents` [B, N_a] int32 are the first tree, [B, N_b] the second; N_a + N_b - 1 <= 256.
     """
-    tree, other = MergedTree(tokens, parents), MergedTree(other_tokens, other_parents)
-    expect_fields(tree)
-    expect_fields(other, others=dict(first=tokens), B=len(tokens))
+    expect_fields(TwoTrees(tokens, parents, other_tokens, other_parents))
     first, second = tokens.shape[1], other_tokens.shape[1]
     for name, size in dict(tokens=first, other_tokens=second, union=first + second - 1).items():
         expect_nodes(name, size)
+    tree, other = MergedTree(tokens, parents), MergedTree(other_tokens, other_parents)
     return dispatch("merge_trees", __package__, impl, tokens)(tree, other)
 
 

@@ -32,8 +32,17 @@ class Selection(NamedTuple):
 class MergedTree(NamedTuple):
     """A batch of trees, or the union of two, as `build_tree` takes it."""
 
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int32, -1 for the root, -2 for nodes outside the tree
+
+
+class TwoTrees(NamedTuple):
+    """Arguments of `merge_trees`."""
+
     tokens: Annotated[Tensor, "B N int64"]
-    parents: Annotated[Tensor, "B N int32"]  # -1 for the root, -2 for nodes outside the tree
+    parents: Annotated[Tensor, "B N int32"]
+    other_tokens: Annotated[Tensor, "B M int64"]
+    other_parents: Annotated[Tensor, "B M int32"]
 
 
 class Candidates(NamedTuple):

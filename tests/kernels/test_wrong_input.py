@@ -89,6 +89,9 @@ INPUTS: dict[Callable[..., Any], Inputs] = {
     kernels.accept: next(case for case in CASES if case.name == "accept_sampled").build(MAKE) | dict(impl="reference"),
     kernels.pick_tokens: dict(logits=torch.zeros(2, 5), positions=torch.arange(2), sampling=PICKED),
     kernels.build_tree: dict(lengths=TWO),
+    kernels.merge_trees: dict(
+        tokens=TABLE.long(), parents=TABLE, other_tokens=TABLE.long(), other_parents=TABLE
+    ),
     kernels.token_slots: dict(page_table=TABLE, start=TWO, counts=COUNTS, width=3, page_size=4),
     kernels.flashinfer_indices: PAGES,
     kernels.flash_attention_table: PAGES,
@@ -269,6 +272,10 @@ REFUSED: dict[Callable[..., Any], list[tuple[Inputs, str]]] = {
     kernels.build_tree: [
         (dict(parents=torch.zeros(2, 0).int()), "at least one node"),
         (dict(parents=torch.zeros(2, 257).int()), "to 256 nodes, got 257"),
+    ],
+    kernels.merge_trees: [
+        (dict(other_tokens=TABLE), "other_tokens: expected dtype torch.int64, got torch.int32"),
+        (dict(other_parents=TABLE[:, :2].contiguous()), r"other_parents: expected shape \[2, 3\], got \[2, 2\]"),
     ],
     kernels.token_slots: [
         (dict(counts=TWO), "counts: expected dtype torch.int32"),
