@@ -334,8 +334,8 @@ def check_backend(backend: Backend, target: Target, algorithm: Algorithm, settin
         raise EngineError(f"deterministic: expected a backend built with deterministic, got backend={backend.name}")
     if settings.deterministic and not use_triton(settings.impl, target.model.model.embed_tokens.weight):
         raise EngineError(
-            "deterministic: expected a GPU, or TRITON_INTERPRET=1 set before Triton is imported; otherwise the "
-            f"definitions in torch run on {target.device}, whose bits depend on the batch"
+            "deterministic: expected a GPU, or TRITON_INTERPRET=1 set before Triton is imported, and kernels; here the "
+            f"definitions in torch run on {target.device} (impl={settings.impl}), whose bits depend on the batch"
         )
     verify = "decode" if algorithm.num_nodes == 1 else "verify"
     modes = {"prefill": "chain", verify: "chain" if algorithm.chain else "tree"}
