@@ -56,7 +56,9 @@ class Lossless(TypedDict):
 class Prediction(TypedDict):
     """speedup_decode = predicted × occupancy × kept, and predicted = tokens_per_step / step_time_ratio."""
 
-    predicted: Annotated[Number, Metric("Decode speedup that steps predict.", "predicted", digits=2, unit="×")]
+    predicted: Annotated[
+        Number, Metric("Decode speedup that tokens/step and step times predict.", "predicted", digits=2, unit="×")
+    ]
     step_time_ratio: Annotated[Number, Metric("Mean time of a step over the baseline's.")]
     occupancy: Annotated[Number, Metric("Requests in a step over the baseline's.")]
     kept: Annotated[Number, Metric("Share of produced tokens that are output, over the baseline's.")]
@@ -73,7 +75,9 @@ class AcceptanceFigures(TypedDict):
     num_requests: Annotated[int, Metric("Number of requests.", "requests", digits=0)]
     output_tokens: Annotated[int, Metric("Output tokens of all requests.")]
     row_steps: Annotated[int, Metric("Steps times the requests in them.", "steps", digits=0)]
-    tokens_per_step: Annotated[Number, Metric("Acceptance length: accepted drafts plus one.", "tokens/step", digits=2)]
+    tokens_per_step: Annotated[
+        Number, Metric("Mean of accepted drafts plus the bonus token (acceptance length).", "tokens/step", digits=2)
+    ]
     tokens_per_step_interval: list[float] | None
     num_accepted_histogram: Annotated[list[int], Metric("Entry k: steps that accepted exactly k drafts.")]
     acceptance: Annotated[AcceptanceCounts, Metric("Steps that reached each draft position, by what became of it.")]
@@ -86,8 +90,12 @@ class AcceptanceFigures(TypedDict):
 class Times(TypedDict):
     """Times of the rounds of a decoding. Rates are pooled over the rounds, sums are means over them."""
 
-    decode_tokens_per_s: Annotated[Number, Metric("Output tokens over the time of the steps.", "decode tokens/s")]
-    wall_tokens_per_s: Annotated[Number, Metric("Output tokens over the time of the whole call.", "wall tokens/s")]
+    decode_tokens_per_s: Annotated[
+        Number, Metric("Output tokens over the time of the steps, without prefill and scheduling.", "decode tokens/s")
+    ]
+    wall_tokens_per_s: Annotated[
+        Number, Metric("Output tokens over the time from the first request to the last token.", "wall tokens/s")
+    ]
     decode_tokens_per_s_interval: list[float] | None
     wall_tokens_per_s_interval: list[float] | None
     rounds: Annotated[dict[str, list[float]], Metric("The rate of each round.")]
@@ -96,11 +104,18 @@ class Times(TypedDict):
     experts: Annotated[
         dict[str, float] | None,
         Metric(
-            "Experts of a layer that a step touches.", "experts/step", digits=0, parts="touched_per_step/num_experts"
+            "Experts of a layer that a step touches, of how many, with rows of a step, in the first round.",
+            "experts/step",
+            digits=0,
+            parts="touched_per_step/num_experts",
         ),
     ]
-    ttft_ms: Annotated[Quantiles, Metric("Median and 90 % quantile.", "first token ms p50/p90", parts="p50/p90")]
-    step_ms: Annotated[StepTime, Metric("Time of a step.", "ms/step p20/p80", digits=2, parts="p20/p80")]
+    ttft_ms: Annotated[
+        Quantiles, Metric("Median and 90 % quantile to first token.", "first token ms p50/p90", parts="p50/p90")
+    ]
+    step_ms: Annotated[
+        StepTime, Metric("20 % and 80 % quantiles of the time of a step.", "ms/step p20/p80", digits=2, parts="p20/p80")
+    ]
     prefill_ms: Annotated[float, Metric("Time of prefill. In steps with mixed prefill: what the prompts add.")]
     decode_ms: Annotated[float, Metric("Time of all steps (the decode clock).")]
     wall_ms: Annotated[float, Metric("Time of the whole call (the wall clock).")]
@@ -116,13 +131,19 @@ class Counts(AcceptanceFigures):
     """Figures of outputs and drafts that do not depend on a clock."""
 
     num_failed: Annotated[int, Metric("Requests that ended with an error.")]
-    num_cut: Annotated[int, Metric("Requests truncated by `sampling.max_new_tokens`.", "truncated", digits=0)]
+    num_cut: Annotated[
+        int, Metric("Requests whose output was truncated by `sampling.max_new_tokens`.", "truncated", digits=0)
+    ]
     num_constrained: Annotated[int, Metric("Requests with a grammar.")]
-    num_parsed: Annotated[int, Metric("Outputs that are complete in their grammar.", "parsed", show=_parsed)]
+    num_parsed: Annotated[
+        int, Metric("Complete outputs of their grammar, over requests that have one.", "parsed", show=_parsed)
+    ]
     num_truncated: Annotated[int, Metric("Tokens that last steps produced past the end of a request.")]
     num_accepted: Annotated[int, Metric("Accepted drafts.")]
     num_drafted: Annotated[int, Metric("Drafted tokens; every node of a tree but its root is one.")]
-    acceptance_rate: Annotated[Number, Metric("Accepted share (vLLM).", "accepted / drafted", scale=100, unit="%")]
+    acceptance_rate: Annotated[
+        Number, Metric("Accepted drafts over all drafted tokens (vLLM).", "accepted / drafted", scale=100, unit="%")
+    ]
     finish_reasons: Annotated[dict[str, int], Metric("Reason for the end of a request, and number of requests.")]
 
 
@@ -177,12 +198,23 @@ class MethodResult(Counts, Times):
     num_resumed: Annotated[int, Metric("Requests that had ended before the run was resumed.")]
     num_timed_rounds: Annotated[int, Metric("Rounds that times are taken from: decoded whole by one process.")]
     differing_rounds: Annotated[int, Metric("Rounds with other outputs than the first.")]
-    accuracy: Annotated[Number, Metric("Right answers over right and wrong ones.", "accuracy", show=_accuracy)]
+    accuracy: Annotated[
+        Number, Metric("Right answers over right and wrong ones, truncated ones aside.", "accuracy", show=_accuracy)
+    ]
     answers: Annotated[dict[str, int] | None, Metric("Numbers of right, wrong and truncated (`cut`) answers.")]
-    compiled: Annotated[int, Metric("Kernels compiled while the clock ran.", "compiled", digits=0, tone=_compiled_tone)]
+    compiled: Annotated[
+        int,
+        Metric("Kernels that were compiled while the clock ran: 0 is good.", "compiled", digits=0, tone=_compiled_tone),
+    ]
     compiled_kernels: Annotated[list[str], Metric("Their names.")]
     lossless: Annotated[
-        Lossless, Metric("Requests with the baseline's tokens.", "lossless", show=_lossless, tone=lossless_tone)
+        Lossless,
+        Metric(
+            "Requests whose tokens equal autoregressive decoding with the same seeds, over requests compared.",
+            "lossless",
+            show=_lossless,
+            tone=lossless_tone,
+        ),
     ]
     speedup_decode: Annotated[Number, Metric("Decode rate over the baseline's.", "decode speedup", digits=2, unit="×")]
     speedup_wall: Annotated[Number, Metric("Wall rate over the baseline's.", "wall speedup", digits=2, unit="×")]

@@ -30,9 +30,17 @@ class AdaptiveResult(MethodResult):
     """One method in one batch with one setting of the draft length."""
 
     batch: Annotated[int, Metric("Requests at a time, at most.", "batch", digits=0)]
-    setting: Annotated[str, Metric("Nodes of every step, `configured`, or `adaptive`: chosen for each step.", "nodes")]
+    setting: Annotated[
+        str, Metric("Nodes of every step; `configured`: as configured; `adaptive`: chosen for each step.", "nodes")
+    ]
     ratio_to_best_fixed: Annotated[
-        float | None, Metric("Decode tokens/s over the best fixed length's.", "over the best fixed", digits=3, unit="×")
+        float | None,
+        Metric(
+            "Decode tokens/s over those of the best fixed number of nodes, `configured` included.",
+            "over the best fixed",
+            digits=3,
+            unit="×",
+        ),
     ]
 
 

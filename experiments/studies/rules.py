@@ -83,7 +83,9 @@ class RuleResult(TypedDict):
     rule: Annotated[str, Metric("Acceptance rule.", "rule")]
     draft_sampling: Annotated[str, Metric("How drafts are sampled.", "draft_sampling")]
     num_nodes: Annotated[int, Metric("Nodes verified per request and step, the root included.", "nodes", digits=0)]
-    expected_accepted: Annotated[float, Metric("Mean of accepted drafts, exact.", "accepted/step", digits=3)]
+    expected_accepted: Annotated[
+        float, Metric("Mean number of accepted drafts, exact over the uniforms.", "accepted/step", digits=3)
+    ]
     expected_accepted_interval: list[float] | None
     gain: Annotated[float, Metric("Gain over the last rule on the same samples.", "gain", digits=3)]
     gain_interval: list[float] | None

@@ -68,7 +68,13 @@ class IdentityResult(TypedDict):
     rule: Annotated[str, Metric("Acceptance rule.", "rule")]
     checked: int
     identical: Annotated[
-        int, Metric("Requests with the baseline's tokens.", "identical", show=_identical, tone=_identical_tone)
+        int,
+        Metric(
+            "Requests whose tokens equal autoregressive decoding, over requests compared.",
+            "identical",
+            show=_identical,
+            tone=_identical_tone,
+        ),
     ]
     near_ties: int
     tokens: Annotated[int, Metric("Tokens that were compared.", "tokens", digits=0)]

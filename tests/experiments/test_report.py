@@ -172,7 +172,7 @@ def test_a_page_links_to_the_files_beside_it_and_says_what_was_typed() -> None:
     where = conditions(date="2026-01-01T00:00:00+00:00", command="python run.py algo=dflash")
     page = render("t", Generate.columns, [BASELINE, METHOD], where, {"task": {"repeats": 2}}, files=["requests.jsonl"])
     assert '<a href="requests.jsonl">requests.jsonl</a>' in page and "python run.py algo=dflash" in page
-    assert "repeats: 2" in page and "Acceptance length: accepted drafts plus one" in page
+    assert "repeats: 2" in page and "Mean of accepted drafts plus the bonus token" in page
 
 
 def test_touched_experts_are_a_column_where_a_target_has_any() -> None:
